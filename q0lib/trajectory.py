@@ -1,0 +1,383 @@
+"""Training: one trajectory of cycles, or one independent run, by the same loop.
+
+The state of a trajectory is its weights, its optimizers, its teacher and its step. Everything
+else (learning rate, batch, dropout draws, perturbation) is a pure function of the config, the
+seed and the step, so a run that was stopped goes on bit for bit.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+from tqdm import tqdm
+
+from q0lib import config, corpus, distill, optim, paths, population, schedule
+from q0lib.model import GPT, forward_flops
+
+# What a random draw is for; part of its seed, so that no two uses share a stream.
+_WEIGHTS, _DATA, _DROPOUT, _PERTURBATION = range(4)
+
+
+class Stopped(KeyboardInterrupt):
+    """Training was asked to stop (Ctrl-C or SIGTERM) and has saved where to go on."""
+
+
+def train_population(
+    run: config.Run,
+    text: corpus.Text | None = None,
+    *,
+    directory: Path | None = None,
+    progress: bool = True,
+) -> population.Population:
+    """Train what is missing of a run and return its population.
+
+    Finished members are reused, a stopped trajectory goes on where its checkpoint stands, and a
+    run that is a prefix of what is there trains nothing. One process trains a trajectory at a
+    time; a second one waits for it.
+
+    Raises:
+        Stopped: after Ctrl-C or SIGTERM, with everything saved.
+        ValueError: the directory belongs to another config.
+        FloatingPointError: the loss is no longer finite.
+    """
+    directory = directory or run.directory
+    if population.is_complete(run, directory):
+        population.open_directory(run, directory)
+        return population.load(run, directory)
+    text = text or corpus.load(run.corpus)
+    population.open_directory(run, directory)
+    population.write_documents(directory, text, run.model.context)
+    lengths = [steps_of(run, text, cycle) for cycle in range(run.cycles)]
+    with (
+        _threads(run.runtime.threads),
+        _stop_requests() as stop_requested,
+        tqdm(total=run.trajectories * sum(lengths), desc=f"{run.name} seed {run.seed}",
+             unit="step", disable=not progress, mininterval=1.0) as bar,
+    ):  # fmt: skip
+        for index in range(run.trajectories):
+            members = [population.member_path(directory, index, c) for c in range(run.cycles)]
+            with _locked(members[0].parent):
+                if all(path.exists() for path in members):
+                    bar.update(sum(lengths))
+                else:
+                    Trajectory(run, index, text, directory).train(run.cycles, stop_requested, bar)
+    population.write_result(run, directory)
+    return population.load(run, directory)
+
+
+def steps_of(run: config.Run, text: corpus.Text, cycle: int) -> int:
+    """Optimizer steps in a cycle: its epochs, in whole batches."""
+    rows = len(text["train"].tokens) // (run.model.context + 1)
+    return schedule.cycle_steps(run.method.epochs_per_cycle, rows, _rows_per_step(run, cycle))
+
+
+class Trajectory:
+    """One trajectory of a run, from where its directory says that it stands."""
+
+    def __init__(self, run: config.Run, index: int, text: corpus.Text, directory: Path) -> None:
+        self.run, self.index, self.text, self.directory = run, index, text, directory
+        self.method, self.dtype = run.method, _DTYPES[run.precision]
+        name = run.runtime.device
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(auto if name == "auto" else name)
+        self.stream = corpus.EpochStream(text["train"], run.model.context, (run.seed, index, _DATA))
+        self.model = GPT(run.model).initialise(self._generator(_WEIGHTS)).to(self.device)
+        self.forward: Callable[..., Tensor] = self.model
+        if run.runtime.compile:
+            self.forward = torch.compile(self.model)
+        self.optimizers = optim.optimizers(self.model, self.method)
+        self.cycle = self.step = 0  # steps count from 0 within the cycle
+        self.cycle_loss = 0.0
+        self.spent: dict[str, float] = dict.fromkeys(population.SPENT, 0)
+        self.average: dict[str, Tensor] | None = None  # of weights, late in a cycle
+        self.newest: GPT | None = None  # the snapshot that may teach, frozen
+        self._restore()
+        if self.method.teacher == "previous_member" and index >= self.method.distill_after:
+            path = population.weights_path(directory, index - 1, run.cycles - 1)
+            self.newest = self._frozen(population.read_weights(path))
+
+    def train(self, cycles: int, stop_requested: Callable[[], bool], bar: tqdm) -> None:
+        """Train to the end of `cycles` cycles, leaving a member at the end of each.
+
+        Raises:
+            Stopped: when `stop_requested()` turns true; the state is saved.
+            FloatingPointError: the loss is no longer finite.
+        """
+        bar.update(int(self.spent["steps"]))
+        began = saved = time.monotonic()
+        before = self.spent["wall_seconds"]
+        while self.cycle < cycles:
+            if self.step == 0 and self.cycle > 0:
+                self._perturb()
+            loss = self._train_step()
+            bar.update()
+            bar.set_postfix_str(
+                f"trajectory {self.index} cycle {self.cycle} loss {loss:.3f}", refresh=False
+            )
+            now = time.monotonic()
+            self.spent["wall_seconds"] = before + now - began
+            if self.step == steps_of(self.run, self.text, self.cycle):
+                self._leave_member()
+            if stop_requested():
+                self._save()
+                raise Stopped("training was stopped and saved; run it again to go on")
+            if now - saved > self.run.runtime.checkpoint_seconds:
+                self._save()
+                saved = now
+        if self.method.cycles == 1:
+            self._checkpoint.unlink(missing_ok=True)  # complete: no longer run goes on from it
+        else:
+            self._save()
+
+    @property
+    def teacher(self) -> GPT | None:
+        """Who teaches in this cycle: nobody until `distill_after`, then the newest snapshot."""
+        if self.method.teacher == "chain" and self.cycle < self.method.distill_after:
+            return None
+        return self.newest
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def _train_step(self) -> float:
+        started = time.perf_counter()
+        method, steps = self.method, steps_of(self.run, self.text, self.cycle)
+        # A cycle's last step runs at the floor; a cosine's last step is still worth taking.
+        at = self.step + 1 if method.schedule == "cyclic" else self.step
+        optim.scale(
+            self.optimizers,
+            schedule.lr_multiplier(at, steps, method.lr_floor, method.schedule),
+            schedule.wd_multiplier(at, steps, method.lr_floor, method.wd_floor, method.wd_schedule),
+        )
+        rows = _rows_per_step(self.run, self.cycle)
+        block = torch.from_numpy(self.stream.rows(self._first_row(), rows)).to(self.device)
+        looped = self.step >= method.loop_from * steps
+        torch.manual_seed(self._seed(_DROPOUT, int(self.spent["steps"])))
+        self.model.train()
+        loss = 0.0
+        for part in block.split(self.run.runtime.micro_batch or rows):
+            loss += self._backward(part, rows * self.run.model.context, looped)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"training loss is {loss} at step {self.step} of cycle {self.cycle}, trajectory "
+                f"{self.index}; lower the learning rates or raise grad_clip's strictness"
+            )
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), method.grad_clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._update_average(steps)
+        tokens = rows * self.run.model.context
+        student = forward_flops(self.run.model, looped, multi_token=True)
+        teacher = forward_flops(self.run.model) if self.teacher is not None else 0.0
+        self.spent["flops"] += tokens * (3 * student + teacher)
+        self.spent["tokens"] += tokens
+        self.spent["steps"] += 1
+        self.spent["train_seconds"] += time.perf_counter() - started
+        self.step += 1
+        self.cycle_loss += (loss - self.cycle_loss) / self.step
+        return loss
+
+    def _backward(self, rows: Tensor, total: int, looped: bool) -> float:
+        """Add the gradient of some rows [n, context + 1] of a batch; return their share of CE."""
+        method, model = self.method, self.model
+        inputs, following = rows[:, :-1], rows[:, 1:]
+        targets = following.flatten()
+        lesson, teacher = None, self.teacher
+        if teacher is not None:
+            with torch.no_grad():
+                taught = teacher(inputs, self.dtype).flatten(0, 1)
+            lesson = distill.Distillation(
+                taught, teacher.head.weight, method.alpha, method.temperature
+            )
+        hidden = self.forward(inputs, self.dtype, method.dropout, looped)
+        loss, entropy = distill.head_loss(
+            hidden.flatten(0, 1), model.head.weight, targets,
+            softcap=model.config.softcap, total=total, teacher=lesson,
+        )  # fmt: skip
+        if model.config.multi_token:
+            beyond = torch.full_like(following, distill.IGNORED)
+            beyond[:, :-1] = following[:, 1:]
+            ahead = model.forward_next(hidden, following, method.dropout).flatten(0, 1)
+            extra, _ = distill.head_loss(
+                ahead, model.head.weight, beyond.flatten(),
+                softcap=model.config.softcap, total=total,
+            )  # fmt: skip
+            share = 1.0 if lesson is None else 1.0 - method.alpha
+            loss = loss + share * method.multi_token_weight * extra
+        loss.backward()
+        return float(entropy)
+
+    def _update_average(self, steps: int) -> None:
+        if self.step + 1 <= steps * (1 - self.method.ema_fraction):
+            return
+        weights = self.model.state_dict()
+        if self.average is None:
+            self.average = {name: value.clone() for name, value in weights.items()}
+        else:
+            for name, value in weights.items():
+                self.average[name].lerp_(value, 1 - self.method.ema_decay)
+
+    # --- between cycles ------------------------------------------------------------------------
+
+    def _leave_member(self) -> None:
+        """At the floor, before restart and perturbation: evaluate and write the snapshot."""
+        snapshot = self.model if self.average is None else self._built(self.average)
+        log_probs = {
+            split: population.held_out_log_probs(snapshot, self.text[split], self.dtype)
+            for split in corpus.HELD_OUT
+        }
+        record = {
+            "trajectory": self.index,
+            "cycle": self.cycle,
+            "epochs": self.spent["tokens"] / (self.stream.rows_per_epoch * self.stream.context),
+            "train_loss": self.cycle_loss,
+            **{f"{split}_loss": -rows.double().mean().item() for split, rows in log_probs.items()},
+            **self.spent,
+            "fingerprints": {split: self.text[split].fingerprint for split in corpus.HELD_OUT},
+            "commit": population.provenance()["commit"],
+        }
+        last = self.cycle + 1 == self.method.cycles
+        passed_on = self.method.teacher == "previous_member" and last
+        if self.run.runtime.keep_weights or passed_on:
+            path = population.weights_path(self.directory, self.index, self.cycle)
+            population.write_weights(path, snapshot)
+        path = population.member_path(self.directory, self.index, self.cycle)
+        population.write_member(path, log_probs, record)
+        if self.method.teacher == "chain" and self.cycle % self.method.teacher_every == 0:
+            self.newest = distill.frozen_teacher(snapshot, self.dtype)
+        self.average = None
+        self.cycle, self.step, self.cycle_loss = self.cycle + 1, 0, 0.0
+
+    @torch.no_grad()
+    def _perturb(self) -> None:
+        """Shake every tensor at the boundary into this cycle, the same on every replica."""
+        method = self.method
+        sigma = schedule.perturbation(
+            self.cycle, method.horizon - 1, method.perturb_start, method.perturb_end
+        )
+        if not sigma:
+            return
+        generator = self._generator(_PERTURBATION, self.cycle)
+        for parameter in self.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(self.device)
+            parameter.add_(noise * (sigma * parameter.std(correction=0)))
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        state = {
+            "cycle": self.cycle,
+            "step": self.step,
+            "cycle_loss": self.cycle_loss,
+            "spent": self.spent,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "average": self.average,
+            "newest": None if self.newest is None else self.newest.state_dict(),
+        }
+        with paths.replacing(self._checkpoint) as temporary:
+            torch.save(state, temporary)
+
+    def _restore(self) -> None:
+        if not self._checkpoint.exists():
+            return
+        try:
+            state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{self._checkpoint} cannot be read ({error}); delete it and rerun"
+            ) from error
+        self.cycle, self.step = state["cycle"], state["step"]
+        self.cycle_loss, self.spent = state["cycle_loss"], state["spent"]
+        self.model.load_state_dict(state["model"], strict=True)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.average = state["average"]
+        self.newest = None if state["newest"] is None else self._frozen(state["newest"])
+
+    def _built(self, weights: dict[str, Tensor]) -> GPT:
+        model = GPT(self.run.model).to(self.device)
+        model.load_state_dict(weights, strict=True)
+        return model
+
+    def _frozen(self, weights: dict[str, Tensor]) -> GPT:
+        return distill.frozen_teacher(self._built(weights), self.dtype)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.directory / f"t{self.index:02d}" / "checkpoint.pt"
+
+    def _first_row(self) -> int:
+        before = sum(
+            steps_of(self.run, self.text, c) * _rows_per_step(self.run, c)
+            for c in range(self.cycle)
+        )
+        return before + self.step * _rows_per_step(self.run, self.cycle)
+
+    def _seed(self, purpose: int, number: int = 0) -> int:
+        words = [self.run.seed, self.index, purpose, number]
+        return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+
+    def _generator(self, purpose: int, number: int = 0) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed(purpose, number))
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _rows_per_step(run: config.Run, cycle: int) -> int:
+    method = run.method
+    tokens = schedule.batch_tokens(
+        cycle, method.horizon, method.batch_tokens, method.edge_batch_tokens
+    )
+    return tokens // run.model.context
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Run with `count` threads (0 = as it is): a sum's order, and so its bits, depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C and SIGTERM into a question that the loop asks between steps."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested.is_set  # signals belong to the main thread
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda *_: requested.set()) for each in signals]
+    try:
+        yield requested.is_set
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        tqdm.write(f"waiting for another process that trains {folder}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
