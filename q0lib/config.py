@@ -41,7 +41,7 @@ def _cast(owner: str, name: str, kind: type, value: Any) -> Any:
         value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise error
     return value
 

@@ -251,26 +251,18 @@ def _plain(document: str) -> str:
 
 
 def _prepare(corpus: config.Corpus, folder: Path) -> None:
-    if corpus.streamed:
-        if corpus.tokenizer == "bpe":
-            raise ValueError(
-                f"a streamed corpus ({corpus.source!r}) needs a pretrained tokenizer such as "
-                "'gpt2', got 'bpe'"
-            )
-        tokenizer = _pretrained(corpus.tokenizer)
-        stream = documents_of(corpus)
-        budgets = {name: getattr(corpus, f"{name}_tokens") for name in _STREAM_ORDER}
-        pools = {name: stream for name in _STREAM_ORDER}  # each takes up where the last stopped
+    if corpus.streamed and corpus.tokenizer == "bpe":
+        raise ValueError(
+            f"a streamed corpus ({corpus.source!r}) needs a pretrained tokenizer such as 'gpt2', "
+            "got 'bpe'"
+        )
+    pools = {} if corpus.streamed else _shuffled_pools(corpus)
+    if corpus.tokenizer == "bpe":
+        tokenizer = train_tokenizer(pools["train"], corpus.vocab_size)
     else:
-        pools = {name: iter(docs) for name, docs in _shuffled_pools(corpus).items()}
-        if corpus.tokenizer == "bpe":
-            documents, pools["train"] = itertools.tee(pools["train"])
-            tokenizer = train_tokenizer(documents, corpus.vocab_size)
-        else:
-            tokenizer = _pretrained(corpus.tokenizer)
-        budgets = dict.fromkeys(pools, None)
-    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
-    if size > corpus.vocab_size or end is None:
+        tokenizer = _pretrained(corpus.tokenizer)
+    size = tokenizer.get_vocab_size()
+    if size > corpus.vocab_size or tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(
             f"tokenizer {corpus.tokenizer!r} must have {END_OF_TEXT} and at most "
             f"vocab_size={corpus.vocab_size} tokens, it has {size}"
@@ -279,15 +271,22 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
     with paths.replacing(folder) as temporary:
         temporary.mkdir()
         tokenizer.save(str(temporary / "tokenizer.json"))
-        about["pools"] = {
-            name: _write_pool(
-                temporary, name, pools[name], tokenizer, end, about["dtype"], budgets[name]
-            )
-            for name in pools
-        }
+        if corpus.streamed:
+            stream = _encoded(documents_of(corpus), tokenizer, about["dtype"])
+            about["pools"] = {  # each takes up where the one before it stopped
+                name: _write_pool(temporary, name, stream, getattr(corpus, f"{name}_tokens"))
+                for name in _STREAM_ORDER
+            }
+        else:
+            about["pools"] = {
+                name: _write_pool(
+                    temporary, name, _encoded(documents, tokenizer, about["dtype"]), None
+                )
+                for name, documents in pools.items()
+            }
         train = about["pools"]["train"]
         about["bytes_per_token"] = train["bytes"] / train["tokens"]
-        text = json.dumps({"config": dataclasses.asdict(corpus), **about}, indent=1)
+        text = json.dumps({"source": corpus.source, "tokenizer": corpus.tokenizer, **about}, indent=1)
         (temporary / "corpus.json").write_text(text, encoding="utf-8")
 
 
@@ -315,16 +314,25 @@ def _shuffled_pools(corpus: config.Corpus) -> dict[str, list[str]]:
     return pools
 
 
+def _encoded(
+    documents: Iterable[str], tokenizer: tokenizers.Tokenizer, dtype: str
+) -> Iterator[tuple[np.ndarray, int]]:
+    """The tokens of each document behind an end-of-text token, and the bytes of its text.
+
+    Documents are encoded a batch at a time and leave as arrays: lists of Python ints would take
+    twenty times the memory.
+    """
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    documents = iter(documents)
+    while batch := [_plain(text) for text in itertools.islice(documents, _BATCH)]:
+        for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch), strict=True):
+            yield np.array([end, *encoding.ids], dtype=dtype), len(text.encode())
+
+
 def _write_pool(
-    folder: Path,
-    name: str,
-    documents: Iterator[str],
-    tokenizer: tokenizers.Tokenizer,
-    end: int,
-    dtype: str,
-    budget: int | None,
+    folder: Path, name: str, encoded: Iterator[tuple[np.ndarray, int]], budget: int | None
 ) -> dict:
-    """Encode documents in batches straight into the array; stop at `budget` tokens, if any."""
+    """Write documents until `encoded` ends or `budget` tokens are there (the last one cut)."""
     starts: list[int] = []
     count = size = 0
     with (
@@ -332,20 +340,15 @@ def _write_pool(
         tqdm(total=budget, desc=f"tokens: {name}", unit="tok", unit_scale=True, leave=False) as bar,
     ):
         while budget is None or count < budget:
-            batch = [_plain(text) for text in itertools.islice(documents, _BATCH)]
-            if not batch:
+            ids, length = next(encoded, (None, 0))
+            if ids is None:
                 break
-            for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch), strict=True):
-                ids = np.array([end, *encoding.ids], dtype=dtype)
-                if budget is not None:
-                    ids = ids[: budget - count]
-                if not len(ids):
-                    break  # the rest of this batch is not used by any split
-                ids.tofile(file)
-                starts.append(count)
-                count += len(ids)
-                size += len(text.encode())
-                bar.update(len(ids))
+            ids = ids if budget is None else ids[: budget - count]
+            ids.tofile(file)
+            starts.append(count)
+            count += len(ids)
+            size += length
+            bar.update(len(ids))
         file.flush()
         os.fsync(file.fileno())
     if budget is not None and count < budget:

@@ -9,7 +9,9 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from q0lib.model import GPT
 
 IGNORED = -100  # a target that counts for nothing
 _CHUNK_ELEMENTS = 1 << 17  # of fp32 logits at a time on the CPU: half a megabyte, in a core's cache
@@ -154,7 +156,7 @@ def token_log_probs(
     return torch.cat(parts)
 
 
-def frozen_teacher(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+def frozen_teacher(model: GPT, dtype: torch.dtype = torch.float32) -> GPT:
     """A deterministic copy in `dtype` that shares nothing with the student: eval mode, no
     gradients."""
     return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)

@@ -26,9 +26,9 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from q0lib import config, corpus, distill, paths
+from q0lib.model import GPT
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
 SPENT = ("steps", "tokens", "flops", "train_seconds", "wall_seconds")  # by a trajectory so far
@@ -86,7 +86,7 @@ def weights_path(directory: Path, trajectory: int, cycle: int) -> Path:
 
 @torch.no_grad()
 def held_out_log_probs(
-    model: nn.Module, split: corpus.Split, dtype: torch.dtype, batch: int = 32
+    model: GPT, split: corpus.Split, dtype: torch.dtype, batch: int = 32
 ) -> torch.Tensor:
     """log p of every scored token of a held-out split, nats, fp32 [T], in the split's order.
 
@@ -118,7 +118,7 @@ def write_member(path: Path, log_probs: dict[str, torch.Tensor], record: dict[st
         save_file(log_probs, temporary, metadata={"record": json.dumps(record)})
 
 
-def write_weights(path: Path, model: nn.Module) -> None:
+def write_weights(path: Path, model: GPT) -> None:
     """Save the plain module's weights (no prefix of a compiler or wrapper in their names)."""
     with paths.replacing(path) as temporary:
         save_file({name: value.contiguous() for name, value in model.state_dict().items()},
@@ -241,7 +241,7 @@ def load(run: config.Run, directory: Path | None = None) -> Population:
             f"cycles in {directory}, complete are {done}; train it first"
         )
     rows: dict[str, list[np.ndarray]] = {split: [] for split in corpus.HELD_OUT}
-    records = []
+    records: list[dict[str, Any]] = []
     for trajectory in range(run.trajectories):
         for cycle in range(run.cycles):
             path = member_path(directory, trajectory, cycle)

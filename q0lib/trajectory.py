@@ -293,7 +293,7 @@ class Trajectory:
             state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self._checkpoint} cannot be read ({error}); delete it and rerun"
+                f"{self._checkpoint} cannot be read ({type(error).__name__}); delete it and rerun"
             ) from error
         self.cycle, self.step = state["cycle"], state["step"]
         self.cycle_loss, self.spent = state["cycle_loss"], state["spent"]

@@ -1,0 +1,102 @@
+"""What a config accepts, what it refuses and in which words, and what a key depends on."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from q0lib import config
+
+
+def test_numbers_that_arrive_as_strings_are_cast_or_refused():
+    assert config.Method(matrix_lr="1e-4").matrix_lr == 1e-4  # type: ignore[arg-type]
+    assert config.Method(horizon=np.int64(8)).horizon == 8
+    assert type(config.Method(alpha=np.float32(0.5)).alpha) is float
+    assert config.Runtime(compile="true").compile is True  # type: ignore[arg-type]
+    assert config.Corpus(source=Path("a b.txt")).source == "a b.txt"  # type: ignore[arg-type]
+    for wrong in ("fast", "nan", True, [0.1], float("inf")):
+        with pytest.raises(ValueError, match=r"Method\.matrix_lr must be float"):
+            config.Method(matrix_lr=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Model\.layers must be int, got 2\.5"):
+        config.Model(layers=2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: config.preset("tiny"), r"unknown preset 'tiny', known: quick, cpu, gpu, paper"),
+        (lambda: config.preset("quick", overrides=["q0.aplha=1"]), r"unknown field q0\.aplha"),
+        (lambda: config.preset("quick", overrides=["q1.alpha=1"]), r"unknown section 'q1'"),
+        (lambda: config.preset("quick", overrides=["alpha"]), r"section\.field=value"),
+        (lambda: config.preset("quick", overrides=["q0.alpha=2"]), r"alpha must be between 0 and"),
+        (lambda: config.preset("quick", seed=-1), r"seed must be >= 0, got -1"),
+        (lambda: config.preset("quick").run("q9"), r"unknown method 'q9'"),
+        (lambda: config.preset("quick").run("q0", 0), r"epochs must be > 0, got 0"),
+        (lambda: config.preset("quick").run("q0", -4), r"epochs must be > 0, got -4"),
+        (lambda: config.preset("quick").run("q0", 3), r"multiples of 2 epochs, got 3"),
+        (lambda: config.Method(epochs_per_cycle=0), r"exactly one of trajectories, cycles"),
+        (lambda: config.Method(epochs_per_cycle=-1), r"epochs_per_cycle must be >= 0, got -1"),
+        (lambda: config.Method(temperature=0), r"temperature must be > 0, got 0"),
+        (lambda: config.Model(heads=3, width=64), r"heads must be such that"),
+        (lambda: config.Corpus(vocab_size=100), r"vocab_size must be >= 257"),
+        (lambda: config.preset("quick", overrides=["q0.batch_tokens=1000"]), r"whole sequences"),
+        (lambda: config.preset("quick", overrides=["corpus.vocab_size=9999"]), r"must be >= corp"),
+    ],
+)  # fmt: skip
+def test_bad_values_get_one_clear_sentence(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_budget_resolves_the_open_size():
+    study = config.preset("cpu")
+    tau = study.methods["ensemble"].epochs_per_cycle
+    q0, ensemble = study.run("q0", 64), study.run("ensemble", 4 * tau)
+    single = study.run("single", 24)
+    assert (q0.trajectories, q0.cycles) == (1, 32)
+    assert (ensemble.trajectories, ensemble.cycles) == (4, 1)
+    assert (single.trajectories, single.cycles, single.method.epochs_per_cycle) == (1, 1, 24)
+    assert (q0.epochs, ensemble.epochs, single.epochs) == (64, 4 * tau, 24)
+
+
+def test_key_names_what_decides_and_nothing_else():
+    study = config.preset("cpu")
+    key = study.run("q0", 64).key
+    assert study.run("q0", 128).key == key, "a longer run contains the shorter one"
+    elsewhere = config.preset("cpu", overrides=["runtime.threads=2", "runtime.keep_weights=true"])
+    assert elsewhere.run("q0", 64).key == key
+    assert config.preset("cpu", seed=1).run("q0", 64).key != key
+    for change in ("q0.alpha=0.4", "model.layers=5", "corpus.train_tokens=60000",
+                   "study.precision=fp32"):  # fmt: skip
+        assert config.preset("cpu", overrides=[change]).run("q0", 64).key != key, change
+    assert study.run("single", 8).key != study.run("single", 16).key
+
+
+@pytest.mark.parametrize("name", ["quick", "cpu", "gpu", "paper"])
+def test_baselines_differ_from_each_other_by_teacher_and_extent_alone(name):
+    methods = config.preset(name).methods
+    ensemble = dataclasses.asdict(methods["ensemble"])
+    distilled = dataclasses.asdict(methods["distilled_ensemble"])
+    changed = {field for field in ensemble if ensemble[field] != distilled[field]}
+    assert changed == {"teacher", "distill_after"}
+    assert methods["q0"].teacher == "chain"
+    assert methods["ensemble"].schedule == "cosine"
+    assert methods["ensemble"].wd_schedule == "flat"
+
+
+def test_paper_preset_is_the_papers():
+    study = config.preset("paper")
+    q0, base = study.methods["q0"], study.methods["ensemble"]
+    assert (q0.alpha, q0.temperature, q0.distill_after) == (0.45, 1.2, 8)
+    assert (q0.lr_floor, q0.wd_floor, q0.epochs_per_cycle) == (0.08, 0.7, 2)
+    assert (q0.matrix_lr, q0.scalar_lr) == (0.04 * 0.25, 0.1 * 0.25)
+    assert (q0.embedding_lr, q0.unembedding_lr) == (0.15 * 0.25, 0.002 * 0.25)
+    assert (q0.batch_tokens, q0.edge_batch_tokens, q0.horizon) == (524_288, 393_216, 64)
+    run = study.run("q0")
+    assert (run.trajectories, run.cycles, run.epochs) == (2, 64, 256)
+    baseline = study.run("ensemble")
+    assert (baseline.trajectories, base.epochs_per_cycle, baseline.epochs) == (8, 32, 256)
+    assert (base.ema_decay, base.ema_fraction, base.loop_from) == (0.95, 0.1, 0.5)
+    fitness = study.corpus.fitness_tokens
+    assert study.corpus.train_tokens + fitness == 100_000_000

@@ -1,0 +1,245 @@
+"""Text to tokens: nothing lost, nothing leaked, nothing half-written, nothing believed unread."""
+
+import dataclasses
+import json
+import multiprocessing
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import tiny_study
+from hypothesis import given
+from hypothesis import strategies as st
+
+from q0lib import config, corpus
+
+CORPUS = tiny_study().corpus
+
+
+def write_text(folder, name="text.txt", paragraphs=120):
+    lines = [f"Paragraph {i}: " + f"word{i % 7} and some more of it, " * 5 for i in range(paragraphs)]
+    path = folder / name
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def small(path, **changes):
+    sizes = {"train_tokens": 600, "fitness_tokens": 64, "validation_tokens": 64, "test_tokens": 64}
+    return dataclasses.replace(
+        CORPUS, **{"source": str(path), "document_chars": 200, **sizes, **changes}
+    )
+
+
+@given(st.lists(st.text("ab \n", max_size=30), max_size=20), st.integers(1, 40))
+def test_cutting_paragraphs_loses_nothing(paragraphs, chars):
+    text = "\n".join(paragraphs)
+    documents = corpus.cut_paragraphs(text, chars)
+    kept = "\n".join(documents).replace("\n", " ").split()
+    assert kept == text.split()
+    assert all(len(document) >= chars for document in documents) or len(documents) == 1
+
+
+def test_splits_are_disjoint_and_decode_to_its_text(text):
+    from q0lib.corpus import END_OF_TEXT
+
+    assert text.vocab_size <= CORPUS.vocab_size
+    documents = set(corpus.documents_of(CORPUS))
+    seen: set[str] = set()
+    for name in corpus.SPLITS:
+        split = text[name]
+        assert len(split.tokens) == getattr(CORPUS, f"{name}_tokens")
+        assert split.tokens.dtype == np.uint16
+        assert (split.tokens[split.starts] == text.tokenizer.token_to_id(END_OF_TEXT)).all()
+        for start, end in zip(split.starts[:-1], split.starts[1:], strict=True):
+            document = text.tokenizer.decode(split.tokens[start + 1 : end].tolist())
+            assert document in documents
+            assert document not in seen
+            seen.add(document)
+
+
+def test_budgets_are_nested_and_held_out_splits_stay(text, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("nested")
+    path = write_text(cache)
+    one = corpus.load(small(path), cache)
+    two = corpus.load(small(path, train_tokens=1800, test_tokens=128), cache)
+    assert len(list(cache.glob("*/corpus.json"))) == 1, "one set of token files serves both"
+    assert np.array_equal(one["train"].tokens, two["train"].tokens[:600])
+    assert np.array_equal(one["test"].tokens, two["test"].tokens[:64])
+    assert np.array_equal(one["fitness"].tokens, two["fitness"].tokens)
+    assert one["test"].fingerprint != two["test"].fingerprint
+    other = corpus.load(small(path, seed=1), cache)
+    assert not np.array_equal(one["train"].tokens, other["train"].tokens)
+
+
+def test_tokenizer_never_sees_held_out_text(tmp_path):
+    lines = [f"{'zq' if i == 3 else 'ab'} " * 120 for i in range(40)]
+    path = tmp_path / "t.txt"
+    path.write_text("\n".join(lines))
+    for seed in range(12):
+        settings = small(path, seed=seed, train_tokens=50, fitness_tokens=20,
+                         validation_tokens=20, test_tokens=20)  # fmt: skip
+        loaded = corpus.load(settings, tmp_path / "cache")
+        pools = corpus._shuffled_pools(settings)
+        in_train = any("zq" in document for document in pools["train"])
+        assert ("zq" in loaded.tokenizer.get_vocab()) == in_train
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_own_rows_with_odd_text(tmp_path, suffix):
+    texts = [f"row {i} " + "text with ünïcode, " * 10 for i in range(60)]
+    texts[3], texts[4], texts[5] = "", "   ", "NUL \x00 inside"
+    path = tmp_path / f"my rows é{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n"
+                                for i, t in enumerate(texts)), encoding="utf-8")  # fmt: skip
+    else:
+        pd.DataFrame({"text": texts}).to_parquet(path)
+    documents = list(corpus.documents_of(small(path)))
+    assert documents == [t for t in texts if t.strip()]
+    loaded = corpus.load(small(path), tmp_path / "cache")
+    assert all(loaded[name].tokens.max() < loaded.vocab_size for name in corpus.SPLITS)
+    with pytest.raises(ValueError, match="no column 'body' in .*it has: "):
+        list(corpus.documents_of(small(path, text_field="body")))
+
+
+def test_embedded_corpus_is_all_there():
+    documents = list(corpus.documents_of(config.Corpus()))
+    assert sum(map(len, documents)) > 11_800_000
+    assert min(map(len, documents)) >= 1500
+
+
+def test_lone_surrogates_become_question_marks():
+    tokenizer = corpus.train_tokenizer(["a lone \ud800 surrogate"], 300)
+    assert tokenizer.decode(tokenizer.encode(corpus._plain("\ud800x")).ids) == "?x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"train_tokens": 10**9}, ValueError, "train_tokens=1,000,000,000 is more than the train"),
+        ({"source": "nowhere.txt"}, FileNotFoundError, "'nowhere.txt' is no file"),
+        ({"document_chars": 10**6}, ValueError, "has 1 documents; at least 4 are needed"),
+        ({"tokenizer": "t.json"}, ValueError, "at most vocab_size=300 tokens, it has 400"),
+    ],
+)
+def test_refusals_leave_nothing_behind(tmp_path, monkeypatch, changes, error, words):
+    monkeypatch.chdir(tmp_path)
+    path = write_text(tmp_path)
+    corpus.train_tokenizer(["some text " + "".join(map(chr, range(32, 1000)))] * 3, 400).save(
+        "t.json"
+    )
+    with pytest.raises(error, match=words):
+        corpus.load(small(path, **changes), tmp_path / "cache")
+    if "train_tokens" not in changes:
+        assert not [p for p in tmp_path.glob("cache/*") if p.is_dir()]
+
+
+def test_no_network_fails_at_once_and_says_what_to_do(tmp_path, monkeypatch):
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    for source, tokenizer in (("fineweb", "some.json"), ("sotu", "gpt2")):
+        settings = dataclasses.replace(CORPUS, source=source, tokenizer=tokenizer)
+        with pytest.raises(ConnectionError, match="cannot .* connect, "):
+            corpus.load(settings, tmp_path)
+    assert time.monotonic() - started < 10
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def stream_rows(count):
+    return [{"text": f"document {i} " + "with words " * 12} for i in range(count)]
+
+
+def test_stream_is_cut_in_its_own_order_and_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_hub", lambda name, subset: iter(stream_rows(200)))
+    corpus.train_tokenizer([r["text"] for r in stream_rows(50)], 300).save(
+        str(tmp_path / "tok.json")
+    )
+    settings = dataclasses.replace(
+        CORPUS, source="fineweb", tokenizer=str(tmp_path / "tok.json"), train_tokens=700,
+        fitness_tokens=100, validation_tokens=150, test_tokens=90,
+    )  # fmt: skip
+    loaded = corpus.load(settings, tmp_path / "cache")
+    first = loaded.tokenizer.decode(loaded["validation"].tokens[1:12].tolist())
+    assert stream_rows(1)[0]["text"].startswith(first)
+    for name in corpus.SPLITS:
+        assert len(loaded[name].tokens) == getattr(settings, f"{name}_tokens")
+    with pytest.raises(ValueError, match="stream ended after .* of split 'train'"):
+        corpus.load(dataclasses.replace(settings, train_tokens=10**6), tmp_path / "cache")
+    with pytest.raises(ValueError, match="needs a pretrained tokenizer"):
+        corpus.load(dataclasses.replace(settings, tokenizer="bpe"), tmp_path / "cache")
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
+
+
+def test_a_changed_token_file_is_not_believed(tmp_path):
+    settings = small(write_text(tmp_path))
+    corpus.load(settings, tmp_path)
+    file = next(tmp_path.glob("*/test.bin"))
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"test\.bin is not what was written there; delete"):
+        corpus.load(settings, tmp_path)
+
+
+def _load_and_report(settings, cache, queue):
+    calls = []
+    prepare = corpus._prepare
+    corpus._prepare = lambda *args: (calls.append(1), prepare(*args))
+    loaded = corpus.load(settings, cache)
+    queue.put((len(calls), loaded["train"].fingerprint))
+
+
+def test_four_processes_with_a_cold_cache_prepare_it_once(tmp_path):
+    settings = small(write_text(tmp_path))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_load_and_report, args=(settings, tmp_path / "cache", queue))
+        for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    reports = [queue.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sum(calls for calls, _ in reports) == 1
+    assert len({fingerprint for _, fingerprint in reports}) == 1
+
+
+def test_epoch_stream_covers_each_epoch_in_its_own_order(text):
+    stream = corpus.EpochStream(text["train"], 32, (0, 0))
+    rows = stream.rows_per_epoch
+    assert rows == 1200 // 33
+    epochs = [stream.rows(e * rows, rows) for e in range(3)]
+    flat = [np.sort(epoch.ravel()) for epoch in epochs]
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert len(flat[0]) == rows * 33
+    # whole documents in another order: the same multiset of tokens, but for the cut-off rest
+    whole = np.bincount(text["train"].tokens, minlength=300)
+    assert all((np.bincount(f, minlength=300) <= whole).all() for f in flat)
+    assert np.array_equal(stream.rows(rows - 2, 5), np.concatenate(epochs)[rows - 2 : rows + 3])
+    again = corpus.EpochStream(text["train"], 32, (0, 0))
+    other = corpus.EpochStream(text["train"], 32, (0, 1))
+    assert np.array_equal(again.rows(40, 3), stream.rows(40, 3))
+    assert not np.array_equal(other.rows(40, 3), stream.rows(40, 3))
+    with pytest.raises(ValueError, match=r"train_tokens must be > context \(1200\), got 1200"):
+        corpus.EpochStream(text["train"], 1200, (0,))
+
+
+def test_held_out_rows_score_each_token_once_with_its_document(text):
+    split = text["test"]
+    rows = corpus.held_out_rows(split.tokens, 32)
+    block = corpus.held_out(split, 32, 0, rows)
+    assert block.shape == (rows, 33)
+    assert np.array_equal(block[:, 1:].ravel(), split.tokens[1 : rows * 32 + 1])
+    ids = split.document_ids(32)
+    assert len(ids) == rows * 32
+    for position in (1, 17, rows * 32):
+        assert split.starts[ids[position - 1]] <= position
+        assert position < np.append(split.starts, len(split.tokens))[ids[position - 1] + 1]
+
+
+def test_source_kinds_are_told():
+    with pytest.raises(ValueError, match=r"must be \.txt, \.jsonl or \.parquet, got 'a\.csv'"):
+        next(corpus.documents_of(config.Corpus(source="a.csv")))
