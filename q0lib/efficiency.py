@@ -1,0 +1,267 @@
+"""How much less one method needs than another: crossings, data efficiency, compute, intervals.
+
+Arrays and numbers in, numbers out. One convention holds throughout: a crossing that the curve
+does not show is no number. `inf` says that the curve never gets there, `nan` that it was past the
+target before its first point; `describe_crossing` and `describe_efficiency` put both into words.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+from scipy import stats
+
+
+def matched_epochs(epochs: ArrayLike, losses: ArrayLike, target: float) -> float:
+    """Return the epochs at which a loss curve first comes down to `target`.
+
+    Linear interpolation between the two points around the first crossing, as in the paper.
+    epochs [n], rising strictly; losses [n] in the unit of `target`. Any measure of cost will do
+    in place of epochs.
+
+    Returns inf when no loss is as low as the target (never reached), and nan when the first is
+    already lower (reached before the first point). A first loss equal to it is a crossing there.
+
+    Raises:
+        ValueError: for empty, unequal, non-finite or unordered arrays, or a non-finite target.
+    """
+    return _crossing(*_curve(epochs, losses, "epochs", "losses"), _finite("target", target))
+
+
+def multiplier(reference_epochs: float, matched: float) -> float:
+    """Return reference_epochs / matched, and nan where `matched` is inf or nan.
+
+    There is then no multiplier but a bound, which `describe_crossing` gives.
+
+    Raises:
+        ValueError: unless reference_epochs is finite and positive and matched not negative or 0.
+    """
+    if not (math.isfinite(reference_epochs) and reference_epochs > 0):
+        raise ValueError(f"reference_epochs must be finite and > 0, got {reference_epochs}")
+    if matched <= 0:
+        raise ValueError(f"matched must be > 0, got {matched}")
+    return reference_epochs / matched if math.isfinite(matched) else math.nan
+
+
+def describe_crossing(
+    epochs: ArrayLike,
+    losses: ArrayLike,
+    target: float,
+    reference_epochs: float,
+    unit: str = "epochs",
+) -> str:
+    """Say where a curve meets `target`, and how much earlier than `reference_epochs` that is.
+
+    "55.5 epochs (4.61x)", "never reached (best 3.0512 at 256)", "before 32 epochs (more than
+    8.0x)". Arguments and errors are those of `matched_epochs` and `multiplier`.
+    """
+    x, y = _curve(epochs, losses, "epochs", "losses")
+    matched = matched_epochs(x, y, target)
+    if math.isinf(matched):
+        best = int(np.argmin(y))
+        return f"never reached (best {y[best]:.4f} at {x[best]:g})"
+    if math.isnan(matched):
+        return f"before {x[0]:g} {unit} (more than {multiplier(reference_epochs, x[0]):.1f}x)"
+    return f"{matched:.1f} {unit} ({multiplier(reference_epochs, matched):.2f}x)"
+
+
+def crossings(
+    frame: pd.DataFrame, reference: str = "ensemble", x: str = "epochs", unit: str = "epochs"
+) -> pd.DataFrame:
+    """Return where each method's curve meets the last loss of the `reference` method.
+
+    frame: one row a point, columns method, `x`, loss; optionally low and high, around the loss.
+
+    Returns one row a method, the reference left out: method, target (nats per token),
+    reference_cost, matched and multiplier (as the functions above give them), earliest and
+    latest (the crossings of the low and high curves), and label (`describe_crossing`).
+
+    Raises:
+        ValueError: where the reference has no rows, or a curve cannot be read.
+    """
+    curves = {name: rows.sort_values(x) for name, rows in frame.groupby("method", sort=False)}
+    if reference not in curves:
+        raise ValueError(f"reference {reference!r} is not among the methods {list(curves)}")
+    last = curves.pop(reference).iloc[-1]
+    target, cost = float(last["loss"]), float(last[x])
+    found = []
+    for method, rows in curves.items():
+        matched = matched_epochs(rows[x], rows["loss"], target)
+        low, high = (rows.get(edge, rows["loss"]) for edge in ("low", "high"))
+        found.append(
+            {
+                "method": method,
+                "target": target,
+                "reference_cost": cost,
+                "matched": matched,
+                "multiplier": multiplier(cost, matched),
+                "earliest": matched_epochs(rows[x], low, target),
+                "latest": matched_epochs(rows[x], high, target),
+                "label": describe_crossing(rows[x], rows["loss"], target, cost, unit),
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def data_efficiency(
+    value: float,
+    tokens: ArrayLike,
+    reference: ArrayLike,
+    budget_tokens: float,
+    crossing: str = "first",
+) -> float:
+    """Return how many times `budget_tokens` the reference needs to score `value`.
+
+    The reference [n] at tokens [n] (rising strictly) is joined by straight lines. It counts as a
+    loss curve if it ends lower than it began, else as an accuracy curve. Where it goes back and
+    forth across the value, the "first" crossing, the fewest tokens at which the reference was
+    ever as good, is the paper's reading (tables 2 and 6); "last" is the fewest from which on it
+    stays as good, and the larger of the two.
+
+    Returns inf when the reference is never as good (beyond the curve) and nan when its first
+    point is better already (below the curve).
+
+    Raises:
+        ValueError: as `matched_epochs`; for a curve that ends where it began, a budget that is not
+            positive, or another `crossing`.
+    """
+    x, y = _curve(tokens, reference, "tokens", "reference")
+    value = _finite("value", value)
+    if not (math.isfinite(budget_tokens) and budget_tokens > 0):
+        raise ValueError(f"budget_tokens must be finite and > 0, got {budget_tokens}")
+    if crossing not in ("first", "last"):
+        raise ValueError(f"crossing must be 'first' or 'last', got {crossing!r}")
+    if y[0] == y[-1]:
+        raise ValueError(f"reference must end lower or higher than it began, got {y[0]} twice")
+    if y[-1] > y[0]:
+        y, value = -y, -value
+    if crossing == "last":
+        if y[-1] > value:
+            return math.inf
+        worse = np.flatnonzero(y > value)
+        start = int(worse[-1]) if worse.size else 0
+        x, y = x[start:], y[start:]
+    return _crossing(x, y, value) / budget_tokens
+
+
+def describe_efficiency(
+    value: float, tokens: ArrayLike, reference: ArrayLike, budget_tokens: float
+) -> str:
+    """Say `data_efficiency` in words: "12.87x", "beyond 20.0x", "below 1.0x"."""
+    x, _ = _curve(tokens, reference, "tokens", "reference")
+    ratio = data_efficiency(value, tokens, reference, budget_tokens)
+    if math.isinf(ratio):
+        return f"beyond {x[-1] / budget_tokens:.1f}x"
+    if math.isnan(ratio):
+        return f"below {x[0] / budget_tokens:.1f}x"
+    return f"{ratio:.2f}x"
+
+
+def layer_passes(layers: int, looped: int = 0, loops: int = 1) -> int:
+    """Return how many layers a token passes when `looped` of the `layers` run `loops` times."""
+    return layers + looped * (loops - 1)
+
+
+def attention_span(context: int, window: int | None = None) -> float:
+    """Return how many keys a causal query sees, on average over a sequence of `context` tokens."""
+    window = context if window is None else min(window, context)
+    return (window * (window + 1) / 2 + (context - window) * window) / context
+
+
+def forward_flops(
+    passes: float, width: int, hidden: int, span: float, vocabulary: int, heads: int = 1
+) -> float:
+    """Return the FLOPs of one token's forward pass, a multiply-add counted as two.
+
+    A layer pass holds the four attention projections (width x width), the scores and their sum
+    over `span` keys, and a SwiGLU's three matrices (width x hidden); `heads` output heads
+    (width x vocabulary) follow. Norms, gates and embeddings are left out (below 1%).
+    """
+    layer = 8 * width**2 + 4 * width * span + 6 * width * hidden
+    return passes * layer + heads * 2 * width * vocabulary
+
+
+def epoch_cost(forward: float, teacher: float = 0.0) -> float:
+    """Return the cost of training: forward, a backward twice as dear, and a teacher's forward.
+
+    In the unit of its arguments. With trunk layer passes an epoch costs the paper's q0 210 units,
+    280 while distilling, and its baseline, which loops half the time, 150.
+    """
+    return 3 * forward + teacher
+
+
+def budget_cost(
+    epochs: float, plain: float, distilling: float | None = None, plain_epochs: float = 0.0
+) -> float:
+    """Return the cost of `epochs`, the first `plain_epochs` at `plain`, the rest at `distilling`.
+
+    plain, distilling: cost per epoch. Without `distilling` all are plain. With N trajectories
+    that start to distil after c cycles of tau epochs, plain_epochs is N c tau.
+    """
+    if distilling is None:
+        return epochs * plain
+    before = min(epochs, plain_epochs)
+    return before * plain + (epochs - before) * distilling
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """Return the mean over seeds and its confidence interval (mean, low, high), by Student's t.
+
+    One value has no interval: low and high are nan. A value that is no number makes all three nan,
+    since a seed without a crossing must not drop out unseen.
+
+    Raises:
+        ValueError: for no values, or a level outside (0, 1).
+    """
+    data = np.asarray(values, dtype=float)
+    if data.ndim != 1 or data.size == 0:
+        raise ValueError(f"values must be a non-empty list of numbers, got shape {data.shape}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    if not np.isfinite(data).all():
+        return math.nan, math.nan, math.nan
+    mean = float(data.mean())
+    if data.size == 1:
+        return mean, math.nan, math.nan
+    half = float(stats.t.ppf((1 + level) / 2, data.size - 1) * stats.sem(data))
+    return mean, mean - half, mean + half
+
+
+def _crossing(x: np.ndarray, y: np.ndarray, target: float) -> float:
+    """Return where the polyline (x [n], y [n]) first comes down to `target`; inf, nan as above."""
+    if y[0] < target:
+        return math.nan
+    reached = np.flatnonzero(y <= target)
+    if reached.size == 0:
+        return math.inf
+    after = int(reached[0])
+    if y[after] == target:
+        return float(x[after])
+    before = after - 1
+    share = (y[before] - target) / (y[before] - y[after])
+    return float(x[before] + share * (x[after] - x[before]))
+
+
+def _curve(x: ArrayLike, y: ArrayLike, x_name: str, y_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return both as float arrays [n], or raise ValueError saying what is wrong with them."""
+    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if xs.ndim != 1 or xs.shape != ys.shape or xs.size == 0:
+        raise ValueError(
+            f"{x_name} and {y_name} must be equally long and not empty, "
+            f"got shapes {xs.shape} and {ys.shape}"
+        )
+    for name, values in ((x_name, xs), (y_name, ys)):
+        if not np.isfinite(values).all():
+            bad = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise ValueError(f"{name} must be finite, got {values[bad]} at position {bad}")
+    if (np.diff(xs) <= 0).any():
+        raise ValueError(f"{x_name} must rise from point to point, got {xs.tolist()}")
+    return xs, ys
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)

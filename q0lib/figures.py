@@ -1,0 +1,349 @@
+"""Figures in the house style: each function draws one on the `Axes` it is given.
+
+Frames in, ink out: nothing here computes a result. A method has the same colour and marker in
+every figure. Losses are nats per token.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import style as mpl_style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from q0lib import paths
+from q0lib.labels import Note, drop_labels, end_labels, say
+
+STYLE = Path(__file__).with_name("q0.mplstyle")
+COLUMN, PAGE = 3.4, 7.0  # widths in inches
+
+# Okabe and Ito's palette, safe for the usual kinds of colour blindness
+METHOD_COLORS = {
+    "q0": "#0072B2",
+    "q0_k8": "#009E73",
+    "q0_scaled": "#0072B2",
+    "ensemble": "#D55E00",
+    "distilled_ensemble": "#CC79A7",
+    "single": "#000000",
+    "lowest_loss": "#E69F00",
+    "reference": "#666666",
+}
+METHOD_LABELS = {
+    "q0": "q0, best K",
+    "q0_k8": "q0, K = 8",
+    "q0_scaled": "q0, 960 epochs",
+    "ensemble": "ensemble",
+    "distilled_ensemble": "distilled\nensemble",
+    "single": "single model",
+    "lowest_loss": "lowest loss",
+    "reference": "one epoch on\nfresh tokens",
+}
+METHOD_MARKERS = {
+    "q0": "o",
+    "q0_k8": "D",
+    "q0_scaled": "*",
+    "ensemble": "s",
+    "distilled_ensemble": "v",
+    "single": "^",
+    "lowest_loss": "s",
+    "reference": ".",
+}
+LOSS = "Validation loss (nats per token)"
+TRAJECTORY_COLORS = ["#440154", "#414487", "#2a788e", "#22a884", "#5cb85c"]  # in order of N
+
+
+def style() -> None:
+    """Apply the house style; within `matplotlib.rc_context()` only there."""
+    mpl_style.use(STYLE)
+
+
+def save(fig: Figure, path: Path | str) -> None:
+    """Write `path`.png (200 dpi) and `path`.pdf, each whole or not at all, without dates."""
+    undated = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None}}
+    for kind, metadata in undated.items():
+        target = Path(path)
+        with paths.replacing(target.with_name(f"{target.name}.{kind}")) as temporary:
+            fig.savefig(temporary, metadata=metadata)
+
+
+def epoch_curves(
+    ax: Axes,
+    frame: pd.DataFrame,
+    crossings: pd.DataFrame | None = None,
+    *,
+    x: str = "epochs",
+    xlabel: str = "Total training epochs",
+    ylabel: str = LOSS,
+    log: bool = False,
+) -> None:
+    """Draw loss against cost, a line a method, and where each meets the reference's last loss.
+
+    frame: columns method, `x`, loss; optionally low and high, drawn as error bars.
+    crossings: as `efficiency.crossings` returns them for this frame. A crossing is a hollow
+    marker with its range, a line down to its label; one before the first point is an arrowhead
+    there; "never reached" is text alone.
+    log: a logarithmic x axis. The lines stay linear in x, as crossings are interpolated, so they
+    bend there.
+    """
+    ends = []
+    for method, curve in frame.groupby("method", sort=False):
+        rows = curve.sort_values(x)
+        _curve(ax, rows[x], rows["loss"], str(method), dense=log)
+        if {"low", "high"} <= set(rows.columns):
+            _error_bars(ax, rows[x], rows["loss"], rows["low"], rows["high"], str(method))
+        last = rows.iloc[-1]
+        text = f"{_label(str(method))}\n{last['loss']:.4f}"
+        ends.append(Note(float(last[x]), float(last["loss"]), text, _color(str(method))))
+    if log:
+        ax.set_xscale("log", base=2)
+        _plain_ticks(ax, sorted(frame[x].unique()))
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    if crossings is not None and len(crossings):
+        _mark_crossings(ax, crossings, float(frame[x].min()))
+    end_labels(ax, ends)
+
+
+def trajectories(
+    ax: Axes, frame: pd.DataFrame, error: float, regimes: Sequence[tuple[float, float, str]] = ()
+) -> None:
+    """Draw loss against total epochs for each number of trajectories, over the regimes' bands.
+
+    frame: columns total_epochs, n1, n2, ..., and extrapolated (the column that is, or missing);
+    error: of a reading; regimes: (from epochs, to epochs, label) of each band.
+    """
+    budgets = frame["total_epochs"].to_numpy(float)
+    for color, name in zip(TRAJECTORY_COLORS, _counts(frame), strict=False):
+        losses = frame[name].to_numpy(float)
+        text = f"N = {name[1:]}"
+        _extrapolated(ax, budgets, losses, _guessed(frame, name), color, text)
+        ax.errorbar(budgets, losses, yerr=error, fmt="none", ecolor=color, elinewidth=0.7)
+        say(ax, text, (budgets[0], losses[0]), color, (-5, 0), ha="right")
+    ax.set_ylabel(LOSS)
+    _budget_axis(ax, budgets, regimes)
+
+
+def trajectory_gaps(
+    ax: Axes, frame: pd.DataFrame, error: float, regimes: Sequence[tuple[float, float, str]] = ()
+) -> None:
+    """Draw how far each number of trajectories is above the best at its budget (millinats).
+
+    Arguments as `trajectories`. Below the dashed line the reading cannot tell two apart: both
+    are uncertain by `error`.
+    """
+    budgets = frame["total_epochs"].to_numpy(float)
+    names = _counts(frame)
+    gaps = frame[names].sub(frame[names].min(axis=1), axis=0) * 1000
+    for color, name in zip(TRAJECTORY_COLORS, names, strict=False):
+        guessed = _guessed(frame, name)
+        _extrapolated(ax, budgets, gaps[name].to_numpy(), guessed, color, f"N = {name[1:]}")
+    ax.axhline(2000 * error, color="0.4", linewidth=0.7, linestyle="--", label="resolution")
+    across = ax.get_yaxis_transform()
+    say(ax, "reading error", (0.0, 2000 * error), "0.4", (3, 5), xycoords=across)
+    ax.set(ylim=(-1, 22), ylabel="Above the best N\n(0.001 nats)")
+    _budget_axis(ax, budgets, regimes)
+
+
+def prior_by_k(ax: Axes, frame: pd.DataFrame, error: float) -> None:
+    """Draw loss against K for learned weights and for the lowest fitness losses.
+
+    frame: columns k, learned_top_k, lowest_fitness_loss_uniform; error: of a reading.
+    """
+    named = {"lowest_fitness_loss_uniform": "lowest_loss", "learned_top_k": "q0"}
+    for column, method in named.items():
+        _curve(ax, frame["k"], frame[column], method, dense=False)
+        _error_bars(
+            ax, frame["k"], frame[column], frame[column] - error, frame[column] + error, method
+        )
+    lowest, learned = (frame[column].to_numpy() for column in named)
+    for row, side, shift in ((0, "left", (5, 12)), (-1, "right", (0, -9))):
+        k = float(frame["k"].iloc[row])
+        ax.plot([k, k], [learned[row], lowest[row]], color="0.4", lw=0.7, ls=":", label="gap")
+        text = f"{lowest[row] - learned[row]:.4f} apart"
+        say(ax, text, (k, float(learned[row])), "0.2", shift, ha=side)
+    ax.margins(y=0.12)
+    ax.set_xscale("log", base=2)
+    _plain_ticks(ax, frame["k"])
+    ax.set(xlabel="Members used, K", ylabel=LOSS)
+    second = float(frame["k"].iloc[1])
+    orange, blue = METHOD_COLORS["lowest_loss"], METHOD_COLORS["q0"]
+    say(ax, "K lowest fitness losses,\nuniform weights", (second, lowest[1]), orange, (8, 8))
+    say(ax, "K largest learned weights", (second, learned[1]), blue, (0, -20), ha="center")
+
+
+def weights_by_loss(ax: Axes, frame: pd.DataFrame) -> None:
+    """Draw each member's learned weight against its fitness loss, kept and dropped ones apart.
+
+    frame: columns fitness_loss (nats per token), weight, group (one of three names).
+    """
+    looks = {
+        "low fitness loss and kept": ("o", METHOD_COLORS["q0"], "low loss, kept"),
+        "high fitness loss and kept": ("^", METHOD_COLORS["q0"], "high loss, kept"),
+        "low fitness loss and dropped": ("x", METHOD_COLORS["lowest_loss"], "low loss, dropped"),
+    }
+    for group, (marker, color, text) in looks.items():
+        rows = frame[frame["group"] == group]
+        ax.plot(rows["fitness_loss"], rows["weight"], marker, color=color, ms=4.5, label=text)
+        top = rows.iloc[int(rows["weight"].argmax())]
+        say(ax, text, (top["fitness_loss"], top["weight"]), color, (6, 6))
+    ax.axhline(1 / 8, color="0.4", linewidth=0.7, linestyle="--", label="uniform")
+    across = ax.get_yaxis_transform()
+    say(ax, "uniform", (1.0, 1 / 8), "0.4", (0, 5), "right", xycoords=across)
+    ax.set(xlabel="Fitness loss (nats per token)", ylabel="Learned weight", ylim=(-0.012, 0.21))
+
+
+def efficiency_curve(
+    ax: Axes,
+    curve: pd.DataFrame,
+    points: pd.DataFrame,
+    *,
+    budget_tokens: float,
+    ylabel: str = LOSS,
+    sizes: pd.DataFrame | None = None,
+) -> None:
+    """Draw the reference's score by fresh tokens and where each method's score lies on it.
+
+    curve: columns tokens, value; points: columns method, value, tokens (where the curve meets
+    the value; inf or nan if it does not), label; sizes: a column tokens and one a model size.
+    The upper axis counts in budgets of `budget_tokens`.
+    """
+    tokens, scores = curve["tokens"].to_numpy(float), curve["value"].to_numpy(float)
+    grey = METHOD_COLORS["reference"]
+    ax.plot(tokens, scores, color=grey, marker=".", label="reference")
+    _zoom(ax, scores, points["value"].to_numpy(float))
+    ax.set_xlim(0, 1.17 * tokens[-1])
+    if sizes is not None:
+        for name in sizes.columns[1:]:
+            end = (float(sizes["tokens"].iloc[-1]), float(sizes[name].iloc[-1]))
+            ax.plot(sizes["tokens"], sizes[name], color="0.6", lw=0.7, ls=":", label=name)
+            say(ax, name, end, "0.4", (4, 0))
+    low, high = ax.get_ylim()
+    second = np.flatnonzero((scores > low) & (scores < high))[:2].max()
+    say(
+        ax,
+        _label("reference"),
+        (tokens[second], scores[second]),
+        grey,
+        (-8, 4 if scores[-1] > scores[0] else -8),
+        ha="right",
+    )
+    notes = []
+    for row in points.to_dict("records"):
+        color = _color(row["method"])
+        if np.isfinite(row["tokens"]):
+            marker = METHOD_MARKERS.get(row["method"], "o")
+            ax.plot(
+                [row["tokens"]], [row["value"]], marker, color=color, ms=4.5, label=row["method"]
+            )
+        notes.append(Note(row["tokens"], row["value"], row["label"], color))
+    drop_labels(ax, notes)
+    ax.set(xlabel="Fresh training tokens of the reference (billions)", ylabel=ylabel)
+    ax.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e9:g}")
+    per_budget, back = partial(np.multiply, 1 / budget_tokens), partial(np.multiply, budget_tokens)
+    upper = ax.secondary_xaxis("top", functions=(per_budget, back))
+    upper.set_xlabel(f"Data efficiency (times {budget_tokens / 1e6:g}M tokens)")
+
+
+def _mark_crossings(ax: Axes, crossings: pd.DataFrame, first: float) -> None:
+    """Mark each crossing on the dashed line of the target, and label it below the curves."""
+    target, cost = crossings["target"].iloc[0], crossings["reference_cost"].iloc[0]
+    notes = []
+    for row in crossings.to_dict("records"):
+        color = _color(row["method"])
+        at = first if np.isnan(row["matched"]) else row["matched"]
+        if np.isfinite(at):
+            shape = "<" if np.isnan(row["matched"]) else "o"
+            ax.plot(
+                [at], [target], shape, color=color, mfc="white", ms=5, zorder=4, label="crossing"
+            )
+        if np.isfinite([row["earliest"], row["latest"]]).all():
+            ax.plot([row["earliest"], row["latest"]], [target] * 2, color=color, lw=3, alpha=0.5)
+        name = _label(row["method"]).replace("\n", " ")
+        text = row["label"] if np.isfinite(at) else f"{name}: {row['label']}"
+        notes.append(Note(at, target, text, color))
+    left = min([note.x for note in notes if np.isfinite(note.x)], default=first)
+    ax.plot([left, cost], [target] * 2, color="0.4", lw=0.7, ls="--", zorder=1, label="target")
+    drop_labels(ax, notes)
+
+
+def _curve(ax: Axes, x: pd.Series, y: pd.Series, method: str, dense: bool = False) -> None:
+    """Draw points joined by straight lines in x, which `dense` samples for a log axis."""
+    xs, ys = x.to_numpy(float), y.to_numpy(float)
+    marker = METHOD_MARKERS.get(method, "o")
+    if dense:
+        grid = np.union1d(xs, np.geomspace(xs[0], xs[-1], 200))
+        ax.plot(grid, np.interp(grid, xs, ys), color=_color(method), label="between points")
+    joined = "none" if dense else "-"
+    ax.plot(xs, ys, color=_color(method), marker=marker, linestyle=joined, label=method)
+
+
+def _error_bars(
+    ax: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, method: str
+) -> None:
+    reach = [(y - low).to_numpy(float), (high - y).to_numpy(float)]
+    ax.errorbar(
+        x.to_numpy(float), y.to_numpy(float), reach, fmt="none", ecolor=_color(method), lw=0.8
+    )
+
+
+def _extrapolated(
+    ax: Axes, x: np.ndarray, y: np.ndarray, guessed: np.ndarray, color: str, name: str
+):
+    """Draw points and solid lines; dashed and hollow where the value was extrapolated."""
+    ax.plot(x, y, color=color, ls="--", lw=0.9, label=name)
+    ax.plot(x[~guessed], y[~guessed], color=color, marker="o", label=f"{name} measured")
+    ax.plot(
+        x[guessed], y[guessed], "o", color=color, mfc="none", ms=5.5, label=f"{name} extrapolated"
+    )
+
+
+def _budget_axis(
+    ax: Axes, budgets: np.ndarray, regimes: Sequence[tuple[float, float, str]]
+) -> None:
+    """Make the x axis one of doubling budgets, with a band and a name for each regime."""
+    ax.set_xscale("log", base=2)
+    left, right = budgets[0] * 0.62, budgets[-1] * 1.5
+    ax.set_xlim(left, right)
+    _plain_ticks(ax, budgets)
+    for index, (start, end, text) in enumerate(regimes):
+        start, end = max(start, left), min(end, right)
+        if index % 2:
+            ax.axvspan(start, end, color="0.95", zorder=0)
+        across = ax.get_xaxis_transform()  # x in data, y in axes heights
+        say(ax, text, ((start * end) ** 0.5, 1.0), "0.3", (0, 0), "center", "bottom", across)
+    ax.set_xlabel("Total training epochs")
+
+
+def _zoom(ax: Axes, curve: np.ndarray, values: np.ndarray) -> None:
+    """Limit y to the curve's better end and rather more than that beyond the worst value."""
+    best = curve[-1]
+    worst = max(values, key=lambda value: abs(value - best))
+    reach = worst - best
+    ax.set_ylim(*sorted((best - 0.1 * reach, worst + 1.3 * reach)))
+
+
+def _plain_ticks(ax: Axes, at: Iterable[float]) -> None:
+    """Tick a log axis at these values only, in plain digits."""
+    ticks = [float(value) for value in at]
+    ax.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    ax.minorticks_off()
+
+
+def _counts(frame: pd.DataFrame) -> list[str]:
+    """Return the columns n1, n2, ... of a frame."""
+    return [str(name) for name in frame.columns if name[0] == "n" and name[1:].isdigit()]
+
+
+def _guessed(frame: pd.DataFrame, name: str) -> np.ndarray:
+    """Return [rows] whether the value in column `name` was extrapolated."""
+    return (frame["extrapolated"] == name).fillna(False).to_numpy(bool)
+
+
+def _color(method: str) -> str:
+    return METHOD_COLORS.get(method, "#56B4E9")
+
+
+def _label(method: str) -> str:
+    return METHOD_LABELS.get(method, method)

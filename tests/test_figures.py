@@ -1,0 +1,290 @@
+"""What the figures draw is what the tables say; they are whole, repeatable and need no display."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from q0lib import efficiency, figures, labels, paths, published
+
+
+@pytest.fixture(autouse=True)
+def house_style():
+    with mpl.rc_context():
+        figures.style()
+        yield
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory):
+    """Run the cells of paper_figures; return the figures it saved by name, and their folder."""
+    folder = tmp_path_factory.mktemp("figures")
+    notebook = json.loads((paths.NOTEBOOKS / "paper_figures.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    saved = {}
+    keep = figures.save
+
+    def save(fig, path):
+        saved[path.name] = fig
+        keep(fig, path)
+
+    with pytest.MonkeyPatch.context() as patch, mpl.rc_context():
+        patch.setattr(figures, "save", save)
+        plt.switch_backend("agg")
+        names: dict[str, Any] = {"display": lambda *shown: None}
+        for cell in cells:
+            exec(cell, names)
+            if "figure_folder" in names:
+                names["figure_folder"] = str(folder)
+        plt.close("all")
+    return saved, folder
+
+
+def drawn(ax, label):
+    """Return x and y of the one line of that label."""
+    (line,) = [line for line in ax.get_lines() if line.get_label() == label]
+    return np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
+
+
+def assert_drawn(ax, label, x, y):
+    xs, ys = drawn(ax, label)
+    np.testing.assert_array_equal(xs, np.asarray(x, float))
+    np.testing.assert_array_equal(ys, np.asarray(y, float))
+
+
+# The paper's figures
+
+
+def test_every_figure_is_written_twice_and_committed(paper):
+    saved, folder = paper
+    written = {path.name for path in folder.iterdir()}
+    assert written == {f"{name}.{kind}" for name in saved for kind in ("png", "pdf")}
+    committed = {path.name for path in (paths.FIGURES / "paper").iterdir()}
+    assert committed == written
+
+
+def test_pngs_have_print_width_at_200_dpi(paper):
+    _, folder = paper
+    widths = {path.stem: Image.open(path).width for path in folder.glob("*.png")}
+    assert widths.pop("data_efficiency_accuracy") == 1400
+    assert set(widths.values()) == {680}
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("figure1_epochs", ["ensemble", "q0", "single"]),
+        ("figure2_epochs_k8", ["ensemble", "q0", "q0_k8"]),
+    ],
+)
+def test_epoch_figures_draw_figure_2(paper, name, methods):
+    (ax,) = paper[0][name].axes
+    curves = published.epoch_curves()
+    for method in methods:
+        rows = curves[curves["method"] == method]
+        assert_drawn(ax, method, rows["epochs"], rows["loss"])
+    assert any("55.5 epochs (4.61x)" in text.get_text() for text in ax.texts)
+    x, y = drawn(ax, "target")
+    assert x == pytest.approx([55.48148, 256])
+    assert y == pytest.approx([3.0476, 3.0476])
+
+
+def test_the_compute_figure_draws_the_same_losses(paper):
+    (ax,) = paper[0]["figure2_compute"].axes
+    wide = published.load("figure2_epoch_curves")
+    x, y = drawn(ax, "ensemble")
+    np.testing.assert_allclose(x, wide["total_epochs"] * 0.150)
+    np.testing.assert_array_equal(y, wide["baseline_ensemble"])
+    x, y = drawn(ax, "q0")
+    np.testing.assert_array_equal(y, wide["q0_best_k"])
+    assert x[0] == pytest.approx((16 * 210 + 16 * 280) / 1000)
+    assert x[-1] == pytest.approx((32 * 210 + 224 * 280) / 1000)  # two trajectories
+
+
+def test_figure_3_draws_losses_and_gaps(paper):
+    above, below = paper[0]["figure3_trajectories"].axes
+    table = published.load("figure3_trajectories")
+    losses = table[[f"n{n}" for n in range(1, 6)]]
+    gaps = losses.sub(losses.min(axis=1), axis=0) * 1000
+    for n in range(1, 6):
+        assert_drawn(above, f"N = {n}", table["total_epochs"], losses[f"n{n}"])
+        assert_drawn(below, f"N = {n}", table["total_epochs"], gaps[f"n{n}"])
+    assert_drawn(above, "N = 1 extrapolated", [256], [3.016])
+    assert_drawn(above, "N = 1 measured", [32, 64, 128], [3.078, 3.039, 3.023])
+    assert drawn(below, "resolution")[1] == pytest.approx([4, 4])
+
+
+def test_figure_4_draws_both_priors_and_every_weight(paper):
+    (ax,) = paper[0]["figure4_prior_by_k"].axes
+    table = published.load("figure4_prior_by_k")
+    assert_drawn(ax, "q0", table["k"], table["learned_top_k"])
+    assert_drawn(ax, "lowest_loss", table["k"], table["lowest_fitness_loss_uniform"])
+    texts = {text.get_text() for text in ax.texts}
+    assert {"0.0320 apart", "0.0023 apart"} <= texts
+    (ax,) = paper[0]["figure4_weights_at_k8"].axes
+    table = published.load("figure4_weights_at_k8")
+    shown = [drawn(ax, f"{name}") for name in ("low loss, kept", "high loss, kept")]
+    shown.append(drawn(ax, "low loss, dropped"))
+    np.testing.assert_array_equal(np.concatenate([x for x, _ in shown]), table["fitness_loss"])
+    np.testing.assert_array_equal(np.concatenate([y for _, y in shown]), table["weight"])
+
+
+def test_figure_5_draws_the_real_schedule(paper):
+    top, middle, bottom = paper[0]["figure5_method"].axes
+    epochs, rate = drawn(top, "learning_rate")
+    _, decay = drawn(top, "weight_decay")
+    assert rate.min() == pytest.approx(0.08)
+    assert decay.min() == pytest.approx(0.7)
+    np.testing.assert_allclose(decay, 0.7 + 0.3 * (1 - rate) / 0.92)
+    ends = np.arange(2.0, 25, 2)
+    np.testing.assert_array_equal(drawn(top, "snapshots")[0], ends)
+    np.testing.assert_allclose(drawn(top, "snapshots")[1], 0.08)
+    np.testing.assert_array_equal(drawn(middle, "snapshots")[0], ends)
+    assert len(bottom.patches) == 12
+    assert epochs[-1] == 24
+
+
+def test_data_efficiency_figures_draw_tables_1_2_5_and_6(paper):
+    saved, _ = paper
+    ax = saved["data_efficiency_loss"].axes[0]
+    table = published.load("table5_reference_loss")
+    assert_drawn(ax, "reference", table["tokens"], table["val_loss"])
+    sizes = published.load("repo_reference_loss_by_size")
+    for size in ("d12", "d20", "d26"):
+        assert_drawn(ax, size, sizes["tokens"], sizes[size])
+    main = published.load("table1_main").replace({"approach": {"baseline": "ensemble"}})
+    for row in main.to_dict("records"):
+        tokens, loss = drawn(ax, row["approach"])
+        assert loss == row["val_loss"]
+        assert tokens / 1e8 == pytest.approx(row["data_efficiency"], abs=0.001)
+    accuracies, scores = (
+        published.load(name) for name in ("table6_reference_accuracy", "table2_downstream")
+    )
+    panels = saved["data_efficiency_accuracy"].axes
+    for ax, task in zip(panels, ("average", "arc_easy", "piqa", "sciq"), strict=True):
+        assert_drawn(ax, "reference", accuracies["tokens"], accuracies[task])
+        for row in scores[scores["task"] == task].to_dict("records"):
+            tokens, value = drawn(ax, row["approach"].replace("baseline", "ensemble"))
+            assert value == row["accuracy"]
+            assert round(float(tokens[0]) / 1e8, 1) == row["data_efficiency"]
+
+
+def test_one_colour_per_method_in_every_figure(paper):
+    for fig in paper[0].values():
+        for ax in fig.axes:
+            for line in ax.get_lines():
+                color = figures.METHOD_COLORS.get(str(line.get_label()))
+                assert color is None or line.get_color() == color
+
+
+def test_no_text_of_a_figure_covers_another(paper):
+    for name, fig in paper[0].items():
+        canvas = FigureCanvasAgg(fig)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        for ax in fig.axes:
+            boxes = [
+                text.get_window_extent(renderer).shrunk(0.96, 0.8)
+                for text in ax.texts
+                if re.search(r"\w", text.get_text())
+            ]
+            clashes = sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+            assert clashes == 0, name
+
+
+# Curves of any study
+
+
+def study(**losses):
+    budgets = [2, 4, 8, 16, 32]
+    return pd.concat(
+        pd.DataFrame({"method": method, "epochs": budgets[: len(values)], "loss": values})
+        for method, values in losses.items()
+    )
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_crossings_of_every_kind_are_drawn(log):
+    frame = study(ensemble=[5.3, 5.2, 5.1], q0=[5.2, 5.0, 4.9], single=[5.3, 5.25], q0_k8=[5.0])
+    fig = Figure()
+    ax = fig.subplots()
+    figures.epoch_curves(ax, frame, efficiency.crossings(frame), log=log)
+    fig.canvas.draw()
+    texts = [text.get_text() for text in ax.texts]
+    assert "3.0 epochs (2.67x)" in texts
+    assert "single model: never reached (best 5.2500 at 4)" in texts
+    assert "before 2 epochs (more than 4.0x)" in texts
+    marks = [line for line in ax.get_lines() if line.get_label() == "crossing"]
+    at = sorted(np.concatenate([np.asarray(line.get_xdata()) for line in marks]))
+    assert at == pytest.approx([2.0, 3.0])
+    for method, rows in frame.groupby("method"):
+        assert_drawn(ax, method, rows["epochs"], rows["loss"])
+
+
+def test_on_a_log_axis_the_crossing_lies_on_the_drawn_line():
+    frame = study(ensemble=[5.3, 5.2, 5.1], q0=[5.2, 5.0, 4.9])
+    ax = Figure().subplots()
+    figures.epoch_curves(ax, frame, efficiency.crossings(frame), log=True)
+    joined = [line for line in ax.get_lines() if line.get_label() == "between points"]
+    x, y = (np.asarray(values, float) for values in joined[1].get_data())
+    assert np.interp(3.0, x, y) == pytest.approx(5.1, abs=1e-9)
+
+
+def test_a_single_point_an_unknown_method_and_an_unknown_interval():
+    frame = pd.DataFrame({"method": ["mine"], "epochs": [4], "loss": [5.0]})
+    fig = Figure()
+    figures.epoch_curves(fig.subplots(), frame.assign(low=np.nan, high=np.nan))
+    fig.canvas.draw()
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=8), st.floats(0, 5))
+def test_spread_keeps_order_distance_and_middle(positions, gap):
+    placed = labels.spread(positions, gap)
+    order = np.argsort(positions, kind="stable")
+    assert (np.diff(placed[order]) >= gap - 1e-9).all()
+    assert placed.mean() == pytest.approx(np.mean(positions), abs=1e-6)
+
+
+# Files, and machines without a display
+
+
+def test_saving_is_repeatable_and_leaves_nothing_else(tmp_path):
+    fig = Figure()
+    fig.subplots().plot([1, 2], [3, 4])
+    for folder in ("one", "two"):
+        figures.save(fig, tmp_path / folder / "fig.v1")
+    for name in ("fig.v1.png", "fig.v1.pdf"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert len(list((tmp_path / "one").iterdir())) == 2
+    assert b"CreationDate" not in (tmp_path / "one" / "fig.v1.pdf").read_bytes()
+
+
+def test_import_chooses_no_backend_and_drawing_needs_no_display(tmp_path):
+    program = f"""
+import sys
+from q0lib import figures, schematic
+assert "matplotlib.pyplot" not in sys.modules
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+fig = Figure()
+fig.subplots().plot([1, 2])
+figures.save(fig, {str(tmp_path / "fig")!r})
+"""
+    hidden = {"DISPLAY", "WAYLAND_DISPLAY"}
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    environment |= {"MPLBACKEND": "tkagg", "PYTHONPATH": str(paths.ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert (tmp_path / "fig.png").stat().st_size > 0
