@@ -426,7 +426,7 @@ def _studies() -> dict[str, Study]:
             ),
             methods=_family(reference),
             epochs=256,
-            runtime=Runtime(threads=0, micro_batch=8, compile=True, keep_weights=True),
+            runtime=Runtime(threads=0, micro_batch=2, compile=True, keep_weights=True),
         ),
     ]  # fmt: skip
     return {study.name: study for study in studies}

@@ -286,8 +286,8 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
             }
         train = about["pools"]["train"]
         about["bytes_per_token"] = train["bytes"] / train["tokens"]
-        text = json.dumps({"source": corpus.source, "tokenizer": corpus.tokenizer, **about}, indent=1)
-        (temporary / "corpus.json").write_text(text, encoding="utf-8")
+        about |= {"source": corpus.source, "tokenizer": corpus.tokenizer}
+        (temporary / "corpus.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
 def _shuffled_pools(corpus: config.Corpus) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from q0lib import config, corpus, distill, optim, paths, population, schedule
-from q0lib.model import GPT, forward_flops
+from q0lib.model import GPT, forward_flops, layer_passes, parameter_count
 
 # What a random draw is for; part of its seed, so that no two uses share a stream.
 _WEIGHTS, _DATA, _DROPOUT, _PERTURBATION = range(4)
@@ -77,6 +77,33 @@ def steps_of(run: config.Run, text: corpus.Text, cycle: int) -> int:
     """Optimizer steps in a cycle: its epochs, in whole batches."""
     rows = len(text["train"].tokens) // (run.model.context + 1)
     return schedule.cycle_steps(run.method.epochs_per_cycle, rows, _rows_per_step(run, cycle))
+
+
+def estimate(run: config.Run) -> dict[str, float]:
+    """What a run will need, before it is started: parameters, training tokens, FLOPs, memory.
+
+    `flops` counts student and teacher passes, not evaluation. `memory` is bytes on the device:
+    weights, gradients, optimizer state, average and teacher exactly, and about 50 bytes of
+    activations a token, layer pass and unit of width of a micro-batch.
+    """
+    model, method = run.model, run.method
+    tokens = run.epochs * run.corpus.train_tokens
+    members = run.cycles if method.teacher == "chain" else run.trajectories
+    taught = 0.0 if method.teacher == "none" else max(0, members - method.distill_after) / members
+    student = (1 - method.loop_from) * forward_flops(model, True, multi_token=True)
+    student += method.loop_from * forward_flops(model, False, multi_token=True)
+    parameters = parameter_count(model)
+    vocabulary = 2 * model.vocab_size * model.width
+    fixed = 12 * parameters + 4 * vocabulary  # weights, gradients, momentum; AdamW keeps two
+    fixed += 4 * parameters * (method.ema_fraction > 0) + 2 * parameters * (taught > 0)
+    rows = run.runtime.micro_batch or method.batch_tokens // model.context
+    active = 50 * rows * model.context * model.width * len(layer_passes(model))
+    return {
+        "parameters": parameters,
+        "tokens": tokens,
+        "flops": tokens * (3 * student + taught * forward_flops(model)),
+        "memory": fixed + active,
+    }
 
 
 class Trajectory:

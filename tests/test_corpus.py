@@ -18,7 +18,9 @@ CORPUS = tiny_study().corpus
 
 
 def write_text(folder, name="text.txt", paragraphs=120):
-    lines = [f"Paragraph {i}: " + f"word{i % 7} and some more of it, " * 5 for i in range(paragraphs)]
+    lines = [
+        f"Paragraph {i}: " + f"word{i % 7} and some more of it, " * 5 for i in range(paragraphs)
+    ]
     path = folder / name
     path.write_text("\n".join(lines), encoding="utf-8")
     return path

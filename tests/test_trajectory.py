@@ -1,6 +1,5 @@
 """Training: the same bits however it is interrupted, and every member what it claims to be."""
 
-import dataclasses
 import itertools
 import os
 import signal
@@ -257,5 +256,3 @@ def test_a_teacher_kept_from_the_start(text, tmp_path):
     assert teachers[0] is None
     assert teachers[1] is teachers[2]
     assert teachers[3] is not teachers[2]
-
-
