@@ -101,7 +101,7 @@ def test_own_rows_with_odd_text(tmp_path, suffix):
     assert documents == [t for t in texts if t.strip()]
     loaded = corpus.load(small(path), tmp_path / "cache")
     assert all(loaded[name].tokens.max() < loaded.vocab_size for name in corpus.SPLITS)
-    with pytest.raises(ValueError, match="no column 'body' in .*it has: "):
+    with pytest.raises(ValueError, match=r"no column 'body' in .*it has: "):
         list(corpus.documents_of(small(path, text_field="body")))
 
 
@@ -144,7 +144,7 @@ def test_no_network_fails_at_once_and_says_what_to_do(tmp_path, monkeypatch):
     started = time.monotonic()
     for source, tokenizer in (("fineweb", "some.json"), ("sotu", "gpt2")):
         settings = dataclasses.replace(CORPUS, source=source, tokenizer=tokenizer)
-        with pytest.raises(ConnectionError, match="cannot .* connect, "):
+        with pytest.raises(ConnectionError, match=r"cannot .* connect, "):
             corpus.load(settings, tmp_path)
     assert time.monotonic() - started < 10
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
@@ -168,7 +168,7 @@ def test_stream_is_cut_in_its_own_order_and_whole_or_not_at_all(tmp_path, monkey
     assert stream_rows(1)[0]["text"].startswith(first)
     for name in corpus.SPLITS:
         assert len(loaded[name].tokens) == getattr(settings, f"{name}_tokens")
-    with pytest.raises(ValueError, match="stream ended after .* of split 'train'"):
+    with pytest.raises(ValueError, match=r"stream ended after .* of split 'train'"):
         corpus.load(dataclasses.replace(settings, train_tokens=10**6), tmp_path / "cache")
     with pytest.raises(ValueError, match="needs a pretrained tokenizer"):
         corpus.load(dataclasses.replace(settings, tokenizer="bpe"), tmp_path / "cache")

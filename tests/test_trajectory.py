@@ -118,7 +118,7 @@ def test_recorded_loss_is_pure_cross_entropy_of_the_kept_weights(text, tmp_path)
 
 
 def test_distillation_starts_when_it_should_and_is_counted(uninterrupted, text):
-    run, whole, _ = uninterrupted
+    _, whole, _ = uninterrupted
     flops = whole.members.flops.diff().fillna(whole.members.flops)
     assert flops[1] / flops[0] == pytest.approx(4 / 3), "one teacher pass beside three of training"
     assert flops[2] == pytest.approx(flops[1])
@@ -228,7 +228,8 @@ def test_sigterm_saves_and_leaves_and_the_next_call_goes_on(text, tmp_path):
     )  # fmt: skip
     started = time.monotonic()
     while not population.member_path(tmp_path / "run", 0, 1).exists():
-        assert child.poll() is None and time.monotonic() - started < 60
+        assert child.poll() is None
+        assert time.monotonic() - started < 60
         time.sleep(0.05)
     child.send_signal(signal.SIGTERM)
     _, errors = child.communicate(timeout=60)
