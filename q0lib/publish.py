@@ -22,7 +22,7 @@ from typing import Any
 
 import nbformat
 
-from q0lib import paths, sweep
+from q0lib import notebook, paths
 
 TOOLS = {"train_population"}
 LIMIT = 500_000  # bytes: a committed notebook is there to be read
@@ -35,40 +35,40 @@ def narratives() -> list[Path]:
     return [path for path in sorted(paths.NOTEBOOKS.glob("*.ipynb")) if path.stem not in TOOLS]
 
 
-def publish(notebook: Path) -> None:
-    """Run `notebook` with its defaults from top to bottom, and replace it by its clean output.
+def publish(path: Path) -> None:
+    """Run a notebook with its defaults from top to bottom, and replace it by its clean output.
 
     Raises:
-        sweep.NotebookError: if it did not run whole.
+        notebook.NotebookError: if it did not run whole.
         ValueError: if it has no `parameters` cell, shows a path of this machine, or is too large.
             In either case the notebook stays as it was.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        output, reads = Path(scratch, notebook.name), Path(scratch, "reads")
+        output, reads = Path(scratch, path.name), Path(scratch, "reads")
         folders = tuple(f"{folder}{os.sep}" for folder in (paths.RESULTS, paths.PUBLISHED))
         note = f"{inspect.getsource(note_reads)}\nnote_reads({str(reads)!r}, {folders!r})"
-        sweep.execute(
-            notebook,
+        notebook.execute(
+            path,
             output,
             {},
             progress=True,
             kernel_arguments=[f"--IPKernelApp.exec_lines={note}"],
         )
-        node = sweep.read(output)
+        node = notebook.read(output)
         read = {Path(line) for line in reads.read_text(encoding="utf-8").splitlines()}
     clean(node)
     node.metadata.q0 = {
-        "code": sweep.code_hash(node),
+        "code": notebook.code_hash(node),
         "results": {
-            path.relative_to(paths.ROOT).as_posix(): _digest(path)
-            for path in sorted(read)
-            if path.is_file()
+            table.relative_to(paths.ROOT).as_posix(): _digest(table)
+            for table in sorted(read)
+            if table.is_file()
         },
     }
     text = nbformat.writes(node) + "\n"
     if (size := len(text.encode())) > LIMIT:
-        raise ValueError(f"{notebook.name} would be {size:,} bytes, more than {LIMIT:,}")
-    paths.write_text(notebook, text)
+        raise ValueError(f"{path.name} would be {size:,} bytes, more than {LIMIT:,}")
+    paths.write_text(path, text)
 
 
 def note_reads(log: str, folders: tuple[str, ...]) -> None:
@@ -138,38 +138,38 @@ def _clean_text(text: str) -> str:
     return text
 
 
-def stale(notebook: Path) -> str | None:
+def stale(path: Path) -> str | None:
     """Why a committed notebook is not what publishing it would give, or None if it seems so."""
     try:
-        node = sweep.read(notebook)
+        node = notebook.read(path)
     except (ValueError, OSError) as error:
         return str(error)
     stamp = node.metadata.get("q0", {})
     if "code" not in stamp:
         return "it was never published"
-    if stamp["code"] != sweep.code_hash(node):
+    if stamp["code"] != notebook.code_hash(node):
         return "its code cells changed since it ran"
-    if reason := sweep.unfinished(node):
+    if reason := notebook.unfinished(node):
         return reason
     cells = [cell for cell in node.cells if cell.cell_type == "code" and cell.source.strip()]
     if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
         return "its cells did not run once each from top to bottom"
     for name, digest in stamp.get("results", {}).items():
-        path = paths.ROOT / name
-        if not path.is_file():
+        table = paths.ROOT / name
+        if not table.is_file():
             return f"{name}, which it read, is gone"
-        if _digest(path) != digest:
+        if _digest(table) != digest:
             return f"{name}, which it read, changed"
-    if notebook.stat().st_size > LIMIT:
+    if path.stat().st_size > LIMIT:
         return f"it is larger than {LIMIT:,} bytes"
     return None
 
 
-def _attempt(notebook: Path) -> str | None:
+def _attempt(path: Path) -> str | None:
     """Publish it; why that failed, or None."""
     try:
-        publish(notebook)
-    except (sweep.NotebookError, ValueError, OSError) as error:
+        publish(path)
+    except (notebook.NotebookError, ValueError, OSError) as error:
         return str(error)
     return None
 

@@ -10,16 +10,16 @@ from q0lib import config
 
 
 def test_numbers_that_arrive_as_strings_are_cast_or_refused():
-    assert config.Method(matrix_lr="1e-4").matrix_lr == 1e-4  # type: ignore[arg-type]
+    assert config.Method(matrix_lr="1e-4").matrix_lr == 1e-4
     assert config.Method(horizon=np.int64(8)).horizon == 8
     assert type(config.Method(alpha=np.float32(0.5)).alpha) is float
-    assert config.Runtime(compile="true").compile is True  # type: ignore[arg-type]
-    assert config.Corpus(source=Path("a b.txt")).source == "a b.txt"  # type: ignore[arg-type]
+    assert config.Runtime(compile="true").compile is True
+    assert config.Corpus(source=Path("a b.txt")).source == "a b.txt"
     for wrong in ("fast", "nan", True, [0.1], float("inf")):
         with pytest.raises(ValueError, match=r"Method\.matrix_lr must be float"):
-            config.Method(matrix_lr=wrong)  # type: ignore[arg-type]
+            config.Method(matrix_lr=wrong)
     with pytest.raises(ValueError, match=r"Model\.layers must be int, got 2\.5"):
-        config.Model(layers=2.5)  # type: ignore[arg-type]
+        config.Model(layers=2.5)
 
 
 @pytest.mark.parametrize(

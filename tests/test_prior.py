@@ -50,7 +50,7 @@ def test_exact_fit_matches_long_em_and_a_general_optimiser():
     P = population(8, 300, drift=1.0).astype(np.float64)
     fit = fit_prior(P)
     assert fit.nll == pytest.approx(loss(em(P), P), abs=1e-6)
-    general = minimize(  # type: ignore[call-overload]
+    general = minimize(
         loss,
         np.full(8, 1 / 8),
         args=(P,),
@@ -264,11 +264,11 @@ def test_a_bad_value_names_its_member(bad):
         (lambda P: fit_prior(P[0]), r"\[members, tokens\].*\(40,\)"),
         (lambda P: fit_prior(P[:, :0]), r"at least one of each.*\(5, 0\)"),
         (lambda P: fit_prior((P > 0.5).astype(int)), "float32 or float64, got int64"),
-        (lambda P: fit_prior(P, "newton"), "'exact', 'adamw'.*'newton'"),  # type: ignore[arg-type]
+        (lambda P: fit_prior(P, "newton"), "'exact', 'adamw'.*'newton'"),
         (lambda P: fit_prior(P, tolerance=0), "tolerance must be > 0 nats, got 0"),
         (lambda P: select(P, 0), r"1\.\.5.*got 0"),
         (lambda P: select_path(P, [2, 6], "lowest"), r"1\.\.5.*got 6"),
-        (lambda P: select(P, 2, "best"), "'truncate'.*'best'"),  # type: ignore[arg-type]
+        (lambda P: select(P, 2, "best"), "'truncate'.*'best'"),
         (lambda P: select(P, 2, prior=fit_prior(P[:3])), r"\[5\], got shape \(3,\)"),
         (lambda P: certificate(np.full(5, 0.3), P), r"sum to 1, got 1\.5"),
         (lambda P: certificate(np.array([2, -1, 0, 0, 0]), P), r"weights\[1\] is -1"),

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from q0lib import notebook as nb
 from q0lib import paths, publish, sweep
 
 STORY = """
@@ -155,4 +156,4 @@ def test_unknown_names_and_broken_files_are_told_in_a_sentence(root, capsys):
         "python -m q0lib.publish: no notebook 'nonsense'; there is broken\n"
     )
     with pytest.raises(ValueError, match="is not a notebook"):
-        sweep.read(broken)
+        nb.read(broken)

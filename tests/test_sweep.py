@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from q0lib import notebook as nb
 from q0lib import paths, sweep
 
 DEFAULTS = "mode = 'works'\nseed: int = 0\nvalues = [\n    1,  # of several lines\n]\nwhere = None"
@@ -70,12 +71,12 @@ def test_kernel_is_this_python_values_arrive_as_they_are_and_paths_may_be_odd(tm
         "values": (np.float32(0.5), np.bool_(True), np.arange(2), [None, ("a\n'\"\\", -1e-4)]),
         "where": True,
     }
-    sweep.execute(notebook, output, given)
+    nb.execute(notebook, output, given)
     seen, literally, package = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
     sent = ["a dir/ñ", 3, [0.5, True, [0, 1], [None, ["a\n'\"\\", -0.0001]]], True]
     assert seen == [*sent, sys.executable, str(folder)]
     assert literally == repr(sent)
-    assert Path(package).parent == sweep.PACKAGE
+    assert Path(package).parent == nb.PACKAGE
     done = nbformat.read(output, as_version=4)
     nbformat.validate(done)
     assert done.metadata.kernelspec.name == "python3"
@@ -100,7 +101,7 @@ def test_kernel_is_this_python_values_arrive_as_they_are_and_paths_may_be_odd(tm
 )
 def test_a_value_that_a_notebook_cannot_be_given_is_refused_by_name(value):
     with pytest.raises(ValueError, match=r"parameter lr\[1\]"):
-        sweep.plain("lr", [0.1, value])
+        nb.plain("lr", [0.1, value])
 
 
 literals = st.recursive(
@@ -112,7 +113,7 @@ literals = st.recursive(
 
 @given(literals)
 def test_literals_pass_unchanged_and_the_command_line_reads_them_back(value):
-    assert sweep.plain("x", value) == value
+    assert nb.plain("x", value) == value
     assert sweep._value(json.dumps(value)) == value
     assert sweep._value(repr(value)) == value
     assert sweep._values(json.dumps(value)) == [value]
@@ -159,7 +160,7 @@ def test_bad_arguments_are_one_sentence_and_run_nothing(tmp_path, capsys):
         with pytest.raises(ValueError, match="seed"):
             sweep.sweep(notebook, {}, {"seed": values}, out=tmp_path / "out")
     with pytest.raises(ValueError, match="no parameter 'epoch'"):
-        sweep.execute(notebook, tmp_path / "out.ipynb", {"epoch": 1})
+        nb.execute(notebook, tmp_path / "out.ipynb", {"epoch": 1})
     assert ran(tmp_path) == []
     assert not list(tmp_path.glob("out/*.ipynb"))
 
@@ -198,8 +199,8 @@ def test_an_earlier_output_survives_a_run_that_fails(tmp_path, mode, reason):
     notebook = write(tmp_path / "n.ipynb", MODES, "'the end'")
     output = tmp_path / "out" / "n.ipynb"
     paths.write_text(output, "earlier")
-    with pytest.raises(sweep.NotebookError, match=reason):
-        sweep.execute(notebook, output, {"mode": mode}, timeout=1)
+    with pytest.raises(nb.NotebookError, match=reason):
+        nb.execute(notebook, output, {"mode": mode}, timeout=1)
     assert output.read_text() == "earlier"
     assert list(output.parent.iterdir()) == [output]
 
@@ -224,7 +225,7 @@ def test_points_run_once_until_something_they_depend_on_changes(tmp_path, monkey
 
     corpus = tmp_path / "corpus.bin"
     corpus.write_bytes(b"old")
-    node = sweep.read(notebook)
+    node = nb.read(notebook)
     key = sweep.point_key(node, {"seed": 1}, [corpus])
     assert sweep.point_key(node, {"seed": 2}, [corpus]) != key
     corpus.write_bytes(b"new")
@@ -270,7 +271,7 @@ except KeyboardInterrupt:
     notebook = write(tmp_path / "n.ipynb", saving)
     command = [sys.executable, "-m", "q0lib.sweep", str(notebook), "-p", f"where={tmp_path}"]
     command += ["-g", "seed=1,2", "--out", str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": sweep._python_path()}
+    environment = os.environ | {"PYTHONPATH": nb.python_path()}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:

@@ -250,7 +250,7 @@ def test_a_teacher_kept_from_the_start(text, tmp_path):
     one = trajectory.Trajectory(run, 0, text, tmp_path)
     teachers = []
     leave = one._leave_member
-    one._leave_member = lambda: (teachers.append(one.teacher), leave())  # type: ignore[method-assign]
+    one._leave_member = lambda: (teachers.append(one.teacher), leave())
     from tqdm import tqdm
 
     one.train(4, lambda: False, tqdm(disable=True))
