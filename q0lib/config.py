@@ -20,6 +20,8 @@ from q0lib import paths
 # Part of every key. Raise it when a change of code changes what the same config trains.
 RECIPE = 1
 
+PRESETS = "quick", "cpu", "gpu", "paper"
+
 _CYCLE = "cyclic", "cosine"
 _WD = "anti", "flat", "in_phase"
 _TEACHER = "none", "chain", "previous_member"

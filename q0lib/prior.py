@@ -26,7 +26,7 @@ BLOCK = 2**18  # probabilities held at once as float64 (2 MiB)
 TOKENS_PER_MEMBER = 100  # fewer than these and the fit warns
 SHORTLIST = 4  # members that a greedy step, or a swap, tries in earnest
 HELPS = 1e-6  # nats; a swap that gains less is not made
-WORKING = 64  # members in the exact fit's first working set, and at most this many join a round
+WORKING = 64  # members in the exact fit's first working set; a round can at most triple it
 RIDGE = 1e-9  # relative; makes the curvature of near-identical members invertible
 
 Fit = Literal["exact", "adamw"]
@@ -288,19 +288,21 @@ def _fit_exact(P: np.ndarray, tolerance: float) -> Prior:
         weights = _normalised(weights * slopes)
         slopes = _moments(P, weights)[1]
     working = originals[np.argsort(-weights[originals], kind="stable")[:WORKING]]
-    steps = 0
+    steps, gap = 0, _gap(slopes)
     for _ in range(100):
-        found = _solve(P, working, _normalised(weights[working]), tolerance / 4)
+        # Until the working set is right its weights need not be: a tenth of the gap will do.
+        found = _solve(P, working, _normalised(weights[working]), max(gap / 10, tolerance / 4))
         steps += found.steps
         weights = _spread(len(P), working, found.weights)
         nll, slopes, _ = _moments(P, weights)
         outside = np.setdiff1d(originals, working)
-        entering = outside[np.argsort(-slopes[outside], kind="stable")[:WORKING]]
+        entering = outside[np.argsort(-slopes[outside], kind="stable")[: 2 * len(working)]]
         entering = entering[slopes[entering] > 1]
-        if _gap(slopes) <= tolerance or not len(entering):
+        exact = gap <= 2.5 * tolerance  # the working set was solved to its end
+        gap = _gap(slopes)
+        if gap <= tolerance or (exact and not len(entering)):
             break
         working = np.union1d(np.flatnonzero(weights), entering)
-    gap = _gap(slopes)
     if gap > tolerance:
         message = f"the exact fit ended with a gap of {gap:.1e} nats, above {tolerance:.1e}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -144,7 +144,7 @@ class Trajectory:
         while self.cycle < cycles:
             if self.step == 0 and self.cycle > 0:
                 self._perturb()
-            loss = self._train_step()
+            loss = self.train_step()
             bar.update()
             bar.set_postfix_str(
                 f"trajectory {self.index} cycle {self.cycle} loss {loss:.3f}", refresh=False
@@ -173,7 +173,8 @@ class Trajectory:
 
     # --- one step ------------------------------------------------------------------------------
 
-    def _train_step(self) -> float:
+    def train_step(self) -> float:
+        """Take one optimizer step; returns the batch's cross-entropy, nats per token."""
         started = time.perf_counter()
         method, steps = self.method, steps_of(self.run, self.text, self.cycle)
         # A cycle's last step runs at the floor; a cosine's last step is still worth taking.

@@ -142,7 +142,7 @@ def test_average_covers_the_last_part_of_the_cycle(text, tmp_path):
     one = trajectory.Trajectory(run, 0, text, tmp_path)
     weights = []
     for _ in range(9):
-        one._train_step()
+        one.train_step()
         weights.append(one.model.head.weight.detach().clone())
     expected = 0.25 * weights[5] + 0.25 * weights[6] + 0.5 * weights[7]
     expected = 0.5 * expected + 0.5 * weights[8]
@@ -197,7 +197,7 @@ def test_an_infinite_loss_is_an_error(text, tmp_path, monkeypatch):
     with torch.no_grad():
         one.model.embedding.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="training loss is nan at step 0 of cycle 0"):
-        one._train_step()
+        one.train_step()
 
 
 def test_threads_and_signal_handlers_are_given_back(text, tmp_path):
