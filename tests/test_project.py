@@ -1,0 +1,103 @@
+"""The project as a whole: its environment, its rooms, its committed notebooks and its commands."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from q0lib import paths, publish
+
+MODULES = {path.stem: path for path in (paths.ROOT / "q0lib").glob("*.py")}
+
+
+def environment() -> dict[str, str]:
+    spec = yaml.safe_load((paths.ROOT / "environment.yml").read_text())
+    pins = next(item["pip"] for item in spec["dependencies"] if isinstance(item, dict))
+    return {canonicalize_name(name): version for name, version in (p.split("==") for p in pins)}
+
+
+def test_environment_pins_what_pyproject_ranges_and_nothing_else():
+    project = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
+    asked = map(
+        Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    )
+    ranges = {canonicalize_name(each.name): each.specifier for each in asked}
+    pins = environment()
+    assert sorted(pins) == sorted(ranges)
+    for name, version in pins.items():
+        assert version in ranges[name], f"{name} {version} is outside {ranges[name]}"
+        assert not str(ranges[name]).startswith("=="), f"{name}: pyproject.toml holds ranges"
+    assert pins["torch"] == "2.13.0"
+
+
+def test_every_line_of_the_environment_says_why():
+    lines = (paths.ROOT / "environment.yml").read_text().splitlines()
+    items = [line for line in lines if line.lstrip().startswith("- ") and not line.endswith(":")]
+    assert len(items) > 20
+    assert [line for line in items if not re.search(r"  # \S", line)] == []
+
+
+def q0_imports(path) -> set[str]:
+    """The project's modules that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "q0lib":
+            found |= {alias.name for alias in node.names if alias.name in MODULES}
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("q0lib."):
+            found.add(str(node.module).removeprefix("q0lib."))
+    return found
+
+
+def test_rooms_import_one_way():
+    imports = {name: q0_imports(path) for name, path in MODULES.items()}
+    for room in ("paths", "prior", "efficiency"):
+        assert imports[room] == set(), f"{room} takes arrays and numbers, and knows no other room"
+    for room in ("schedule", "allocation"):
+        assert imports[room] <= {"config", "schedule"}
+    done: set[str] = set()
+    while ready := {n for n, needs in imports.items() if n not in done and needs <= done}:
+        done |= ready
+    assert done == set(imports), f"a cycle among {sorted(set(imports) - done)}"
+
+
+def test_import_changes_nothing():
+    program = (
+        "import sys, signal, torch; threads = torch.get_num_threads()\n"
+        f"import {', '.join(f'q0lib.{name}' for name in sorted(MODULES) if name != '__init__')}\n"
+        "assert torch.get_num_threads() == threads\n"
+        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
+        "assert 'matplotlib.pyplot' not in sys.modules, 'no backend is chosen at import'\n"
+        "assert 'datasets' not in sys.modules, 'no network at import'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("notebook", publish.narratives(), ids=lambda path: path.stem)
+def test_committed_notebooks_are_what_their_code_and_tables_give(notebook):
+    assert publish.stale(notebook) is None
+
+
+@pytest.mark.parametrize("module", ["sweep", "study", "publish", "bench"])
+def test_help_exits_at_once(module):
+    result = subprocess.run(
+        [sys.executable, "-m", f"q0lib.{module}", "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 0
+    assert "usage: python -m q0lib" in result.stdout
+
+
+def test_readme_names_only_commands_and_files_that_exist():
+    readme = (paths.ROOT / "README.md").read_text()
+    targets = re.findall(r"^([a-z]+):", (paths.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`?make ([a-z]+)", readme)) <= set(targets)
+    assert {"study", "test"} <= set(re.findall(r"make ([a-z]+)", readme))
+    for name in re.findall(r"\]\(([^)#:]+)\)", readme):
+        assert (paths.ROOT / name).exists(), name
+    for module in re.findall(r"python -m q0lib\.([a-z_]+)", readme):
+        assert module in MODULES

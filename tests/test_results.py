@@ -1,0 +1,130 @@
+"""Tables from populations whose numbers are known."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import tiny_study
+
+from q0lib import ensemble, prior, results
+from q0lib.population import Population
+
+
+def made(run, members, tokens=600, seed=0):
+    """A population of random but plausible probabilities; later members are better."""
+    rng = np.random.default_rng(seed)
+    common = rng.gamma(2.0, 1.0, tokens)
+    rows = []
+    for i in range(members):
+        rows.append(np.exp(-np.maximum(common + rng.normal(0, 0.5, tokens) + 1 / (i + 1), 0.01)))
+    P = {split: np.array(rows, dtype=np.float32) for split in results.SPLITS}
+    per = run.cycles
+    table = pd.DataFrame(
+        {
+            "trajectory": np.arange(members) // per,
+            "cycle": np.arange(members) % per,
+            "epochs": (np.arange(members) % per + 1) * run.method.epochs_per_cycle,
+            "flops": (np.arange(members) % per + 1) * 10.0,
+            "test_loss": -np.log(P["test"]).mean(1),
+            "commit": "abc",
+        }
+    )
+    documents = {split: np.arange(tokens) // 30 for split in results.SPLITS}
+    return Population(run, P, table, documents)
+
+
+def test_selections_are_the_mixtures_they_name():
+    run = tiny_study().run("q0", 16)
+    population = made(run, 8)
+    with pytest.warns(UserWarning, match="tokens"):
+        table = results.selections(population, [1, 4, 8, 20], ["truncate", "lowest", "uniform"])
+    assert sorted(table.k.unique()) == [1, 4, 8]
+    row = table[(table.choice == "lowest") & (table.k == 4)].iloc[0]
+    weights = prior.select(population.P["fitness"], 4, "lowest").weights
+    assert row.test == pytest.approx(ensemble.mixture_nll(weights, population.P["test"]))
+    everyone = table[(table.choice == "uniform") & (table.k == 8)].iloc[0]
+    assert everyone.test == pytest.approx(-np.log(population.P["test"].mean(0)).mean(), abs=1e-6)
+    assert everyone.flops == 80.0
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens")
+def test_budgets_are_prefixes():
+    q0 = made(tiny_study().run("q0", 16), 8)
+    table = results.budget_rows(q0, [2, 3, 8, 16, 32], [1, 4])
+    assert sorted(table.epochs.unique()) == [2, 8, 16], "what the run does not contain is left out"
+    part = table[(table.epochs == 8) & (table.choice == "uniform")].iloc[0]
+    assert part.k == 4
+    assert part.test == pytest.approx(-np.log(q0.P["test"][:4].mean(0)).mean(), abs=1e-6)
+    assert table.groupby("epochs").best_k.sum().tolist() == [1, 1, 1]
+    base = made(tiny_study().run("ensemble", 8), 4)
+    table = results.budget_rows(base, [2, 4, 8], [1])
+    assert table[table.choice == "uniform"].k.tolist() == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"no budget of \[3\] is part of q0 at 16 epochs"):
+        results.budget_rows(q0, [3], [1])
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens")
+def test_k_is_chosen_without_validation_or_test():
+    population = made(tiny_study().run("q0", 16), 8)
+    blind = dataclasses.replace(
+        population, P={"fitness": population.P["fitness"]}, documents=population.documents
+    )
+    assert results.chosen_k(blind, [1, 2, 4, 8]) in (1, 2, 4, 8)
+    assert results.chosen_k(blind, [8]) == 8
+
+
+def curve(method, seed, losses, epochs=(8, 16, 32)):
+    return pd.DataFrame({"seed": seed, "method": method, "epochs": epochs,
+                         "flops": [2.0 * e for e in epochs], "k": 1, "loss": losses})  # fmt: skip
+
+
+def test_multipliers_by_seed_with_an_interval():
+    curves = pd.concat(
+        [curve("ensemble", s, [5.0, 4.8, 4.5]) for s in (0, 1)]
+        + [curve("q0", 0, [4.7, 4.4, 4.0]), curve("q0", 1, [4.6, 4.5, 4.2])]
+        + [curve("distilled_ensemble", s, [5.0, 4.8, 3.9]) for s in (0, 1)]
+    )
+    table = results.multipliers(curves).set_index(["method", "reference", "axis"])
+    row = table.loc[("q0", "ensemble", "epochs")]
+    # seed 0 crosses 4.5 at 8 + 8 * 2/3, seed 1 at 16
+    expected = [32 / (8 + 8 * 2 / 3), 2.0]
+    assert row.multiplier == pytest.approx(np.mean(expected))
+    half = 12.7062 * np.std(expected, ddof=1) / math.sqrt(2)
+    assert row.high - row.multiplier == pytest.approx(half, rel=1e-4)
+    assert (row.seeds, row.reached) == (2, 2)
+    never = table.loc[("q0", "distilled_ensemble", "epochs")]
+    assert never.reached == 0
+    assert math.isnan(never.multiplier)
+    said = results.multiplier_sentence(results.multipliers(curves))
+    assert "q0 matches the ensemble with fewer epochs: 2.2x" in said
+    assert "0 of 2 seeds cross: never reached" in said
+
+
+def test_curves_and_intervals(tmp_path):
+    run = tiny_study().run("q0", 16)
+    with pytest.warns(UserWarning, match="tokens"):
+        table = results.budget_rows(made(run, 8), [4, 16], [1, 4])
+    curves = results.epoch_curves(table, [1, 4])
+    assert sorted(curves.method.unique()) == ["q0", "q0_k1", "q0_k4"]
+    assert curves[curves.method == "q0_k4"].epochs.tolist() == [16], "4 epochs hold 2 snapshots"
+    summary = results.over_seeds(curves)
+    assert summary.seeds.tolist() == [1] * len(summary)
+    assert summary.low.isna().all()
+    path = tmp_path / "t.csv"
+    results.write(table, path)
+    pd.testing.assert_frame_equal(results.read(path), table, rtol=1e-5, check_dtype=False)
+    with pytest.raises(FileNotFoundError, match="recompute=True"):
+        results.read(tmp_path / "none.csv")
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens")
+def test_snapshot_curve_ends_at_the_whole_mixture():
+    population = made(tiny_study().run("q0", 8), 4)
+    curve = results.snapshot_curve(population)
+    fit = prior.fit_prior(population.P["fitness"])
+    assert curve.mixture.iloc[-1] == pytest.approx(
+        ensemble.mixture_nll(fit.weights, population.P["test"])
+    )
+    assert curve.member.tolist() == population.members.test_loss.tolist()
