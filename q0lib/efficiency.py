@@ -64,7 +64,8 @@ def describe_crossing(
         return f"never reached (best {y[best]:.4f} at {x[best]:g})"
     if math.isnan(matched):
         return f"before {x[0]:g} {unit} (more than {multiplier(reference_epochs, x[0]):.1f}x)"
-    return f"{matched:.1f} {unit} ({multiplier(reference_epochs, matched):.2f}x)"
+    shown = f"{matched:.1f}" if matched < 1e5 else f"{matched:.3g}"
+    return f"{shown} {unit} ({multiplier(reference_epochs, matched):.2f}x)"
 
 
 def crossings(
@@ -72,7 +73,8 @@ def crossings(
 ) -> pd.DataFrame:
     """Return where each method's curve meets the last loss of the `reference` method.
 
-    frame: one row a point, columns method, `x`, loss; optionally low and high, around the loss.
+    frame: one row a point, columns method, `x`, loss; optionally low and high, around the loss
+    (nan: not known, as with one seed).
 
     Returns one row a method, the reference left out: method, target (nats per token),
     reference_cost, matched and multiplier (as the functions above give them), earliest and
@@ -89,7 +91,7 @@ def crossings(
     found = []
     for method, rows in curves.items():
         matched = matched_epochs(rows[x], rows["loss"], target)
-        low, high = (rows.get(edge, rows["loss"]) for edge in ("low", "high"))
+        low, high = (rows.get(edge, rows["loss"]).fillna(rows["loss"]) for edge in ("low", "high"))
         found.append(
             {
                 "method": method,

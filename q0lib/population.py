@@ -44,6 +44,7 @@ class Population:
     """
 
     run: config.Run
+    directory: Path
     P: dict[str, np.ndarray]
     members: pd.DataFrame
     documents: dict[str, np.ndarray]  # document of each token of P, by split
@@ -62,10 +63,16 @@ class Population:
         kept = ((members.trajectory < trajectories) & (members.cycle < cycles)).to_numpy()
         return Population(
             run=dataclasses.replace(self.run, trajectories=trajectories, cycles=cycles),
+            directory=self.directory,
             P={split: rows[kept] for split, rows in self.P.items()},
             members=members[kept].reset_index(drop=True),
             documents=self.documents,
         )
+
+    def weights_path(self, member: int) -> Path:
+        """Where the weights of a member are, if `runtime.keep_weights` kept them."""
+        row = self.members.iloc[member]
+        return weights_path(self.directory, int(row.trajectory), int(row.cycle))
 
     @property
     def flops(self) -> float:
@@ -258,7 +265,7 @@ def load(run: config.Run, directory: Path | None = None) -> Population:
     documents = _documents(directory)
     members = pd.DataFrame(records).drop(columns="fingerprints")
     return Population(
-        run, {name: np.stack(each) for name, each in rows.items()}, members, documents
+        run, directory, {name: np.stack(each) for name, each in rows.items()}, members, documents
     )
 
 

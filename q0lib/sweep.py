@@ -122,8 +122,11 @@ def _child() -> None:
         sys.exit(one_line(error if isinstance(error, NotebookError) else repr(error)))
 
 
-def _points(fixed: Mapping[str, Any], grid: Mapping[str, Any], out: Path) -> list[_Point]:
-    """The distinct points of `grid`, in order, each with its place in `out`."""
+def _points(
+    stem: str, fixed: Mapping[str, Any], grid: Mapping[str, Any], out: Path
+) -> list[_Point]:
+    """The distinct points of `grid`, in order, each with its place in `out`; named by what varies,
+    or by the notebook's `stem`."""
     if both := [name for name in fixed if name in grid]:
         raise ValueError(f"parameter {both[0]} is both fixed and in the grid")
     if taken := [name for name in {**fixed, **grid} if name in COLUMNS]:
@@ -135,7 +138,7 @@ def _points(fixed: Mapping[str, Any], grid: Mapping[str, Any], out: Path) -> lis
         varied = dict(zip(grid, values, strict=True))
         parameters = {name: plain(name, value) for name, value in {**fixed, **varied}.items()}
         identity = json.dumps(parameters, sort_keys=True)
-        label = ",".join(f"{name}={parameters[name]}" for name in grid) or "point"
+        label = ",".join(f"{name}={parameters[name]}" for name in grid) or stem
         label = re.sub(r"[^\w.,=+-]+", "-", label, flags=re.ASCII)[:120]
         name = f"{label}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}.ipynb"
         points[identity] = _Point(parameters, out / name)
@@ -168,7 +171,7 @@ def sweep(
     if jobs < 1 or not (timeout is None or 0 < timeout < math.inf):
         raise ValueError(f"jobs and timeout must be > 0, got {jobs} and {timeout}")
     out = Path(out or paths.RUNS / "sweeps" / notebook.stem).resolve()
-    points = _points(fixed, grid, out)
+    points = _points(notebook.stem, fixed, grid, out)
     waiting: list[_Point] = []
     running: list[_Point] = []
     files = [str(Path(file).resolve()) for file in inputs]

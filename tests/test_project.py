@@ -24,9 +24,7 @@ def environment() -> dict[str, str]:
 
 def test_environment_pins_what_pyproject_ranges_and_nothing_else():
     project = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
-    asked = map(
-        Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    )
+    asked = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]])
     ranges = {canonicalize_name(each.name): each.specifier for each in asked}
     pins = environment()
     assert sorted(pins) == sorted(ranges)

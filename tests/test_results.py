@@ -32,7 +32,7 @@ def made(run, members, tokens=600, seed=0):
         }
     )
     documents = {split: np.arange(tokens) // 30 for split in results.SPLITS}
-    return Population(run, P, table, documents)
+    return Population(run, run.directory, P, table, documents)
 
 
 def test_selections_are_the_mixtures_they_name():
