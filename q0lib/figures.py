@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import seaborn
 from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -50,6 +51,22 @@ METHOD_MARKERS = {
     "single": "^",
     "lowest_loss": "s",
     "reference": ".",
+}
+CHOICE_COLORS = {
+    "prior": "#56B4E9",
+    "greedy": "#0072B2",
+    "refit": "#009E73",
+    "truncate": "#CC79A7",
+    "lowest": "#E69F00",
+    "uniform": "#666666",
+}
+CHOICE_LABELS = {
+    "prior": "all, exact weights",
+    "greedy": "greedy, refitted",
+    "refit": "cut, refitted",
+    "truncate": "cut (paper)",
+    "lowest": "lowest losses",
+    "uniform": "evenly spread",
 }
 LOSS = "Validation loss (nats per token)"
 TRAJECTORY_COLORS = ["#440154", "#414487", "#2a788e", "#22a884", "#5cb85c"]  # in order of N
@@ -192,6 +209,31 @@ def weights_by_loss(ax: Axes, frame: pd.DataFrame) -> None:
     across = ax.get_yaxis_transform()
     say(ax, "uniform", (1.0, 1 / 8), "0.4", (0, 5), "right", xycoords=across)
     ax.set(xlabel="Fitness loss (nats per token)", ylabel="Learned weight", ylim=(-0.012, 0.21))
+
+
+def by_choice(
+    ax: Axes, frame: pd.DataFrame, *, x: str = "k", xlabel: str = "Members used, K",
+    ylabel: str = LOSS,
+) -> None:  # fmt: skip
+    """Draw the loss of each way to choose members, the mean over seeds, against `x`.
+
+    frame: one row a point and seed, columns choice, `x` (drawn in powers of two), loss.
+    """
+    choices = [name for name in CHOICE_COLORS if name in set(frame["choice"])]
+    seaborn.lineplot(
+        frame, x=x, y="loss", hue="choice", hue_order=choices, palette=CHOICE_COLORS,
+        errorbar=None, marker="o", markersize=4, linewidth=1.3, legend=False, ax=ax,
+    )  # fmt: skip
+    ax.set_xscale("log", base=2)
+    _plain_ticks(ax, sorted(frame[x].unique()))
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ends = []
+    for name in choices:
+        rows = frame[frame["choice"] == name]
+        last = rows[x].max()
+        height = float(rows.loc[rows[x] == last, "loss"].mean())
+        ends.append(Note(float(last), height, CHOICE_LABELS[name], CHOICE_COLORS[name]))
+    end_labels(ax, ends)
 
 
 def efficiency_curve(

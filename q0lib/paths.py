@@ -1,5 +1,6 @@
 """The study's folders, and the one way files come to be in them: whole or not at all."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -25,7 +26,8 @@ def replacing(target: Path) -> Iterator[Path]:
     new one complete, and never half of it, whatever happens to the writer.
 
     Raises:
-        OSError: as the writer met it (a full disk, say); `target` is then as it was.
+        OSError: the disk is full. This and whatever else the writer raises leave `target` as it
+            was.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -36,6 +38,13 @@ def replacing(target: Path) -> Iterator[Path]:
             with temporary.open("rb") as written:
                 os.fsync(written.fileno())
         os.replace(temporary, target)
+    except Exception as error:
+        # Some writers wrap what the system said, so that only the disk itself tells.
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if full or shutil.disk_usage(target.parent).free == 0:
+            message = f"no space left to write {target}; what was there before is untouched"
+            raise OSError(errno.ENOSPC, message) from error
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -4,16 +4,27 @@ One row a (method, seed, budget, K, choice); the choice is made on fitness text,
 all three splits stand beside it. Tables are small CSV files that notebooks read in seconds.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from q0lib import efficiency, ensemble, paths, prior
-from q0lib.population import Population
+from q0lib import config, efficiency, ensemble, paths, prior
+from q0lib.model import forward_flops
+from q0lib.population import Population, load
 
 SPLITS = ("fitness", "validation", "test")
+PRIOR_TABLES = (
+    "prior_fits",
+    "prior_weights",
+    "prior_choices",
+    "prior_cross_validation",
+    "prior_fitness_size",
+)
+ALL_CHOICES: tuple[prior.Choice, ...] = ("truncate", "refit", "greedy", "lowest", "uniform")
+CHOICES: tuple[prior.Choice, ...] = ("truncate", "greedy", "lowest", "uniform")
 
 
 def selections(
@@ -64,14 +75,21 @@ def chosen_k(
 
 
 def budget_rows(
-    population: Population, budgets: Iterable[float], ks: Sequence[int]
+    population: Population, budgets: Iterable[float], ks: Sequence[int] = ()
 ) -> pd.DataFrame:
     """The curve of one population: a block of `selections` for each budget it contains.
 
-    An ensemble is read off at its first members, a trajectory at its first cycles. Each budget
-    has the uniform mixture of all members, the paper's truncated prior at every K, and the K
-    chosen on fitness documents (column best_k true).
+    An ensemble is read off at its first members, a trajectory at its first cycles; budgets that
+    the population does not contain are left out. Each budget has the uniform mixture of all
+    members, the paper's truncated prior at all members and at every K of `ks` that it holds, and
+    the K chosen on fitness documents (column best_k true).
+
+    Raises:
+        ValueError: a K that is not among 1..M, or no budget that the population contains.
     """
+    for k in ks:
+        if not 1 <= k <= len(population):
+            raise ValueError(f"population sizes K must be in 1..{len(population)}, got {k}")
     run, frames = population.run, []
     for epochs in budgets:
         cycles = epochs / (run.trajectories * run.method.epochs_per_cycle)
@@ -101,6 +119,31 @@ def budget_rows(
     return table
 
 
+def fitness_curve(
+    population: Population, sizes: Sequence[int], k: int, split: str = "validation"
+) -> pd.DataFrame:
+    """What more fitness text buys: losses after choosing on its first `sizes` tokens.
+
+    Columns: tokens, choice, loss (nats per token on `split`). Choices: "prior" (exact weights on
+    all members), "truncate" and "greedy" (k of them), "lowest" (k of them, equal weights), and
+    "uniform" (all members, no fitness text at all).
+    """
+    P, total = population.P["fitness"], population.P["fitness"].shape[1]
+    rows = []
+    for size in [*(size for size in sizes if size < total), total]:
+        part = P[:, :size]
+        fitted = prior.fit_prior(part, "adamw")
+        weights = {"prior": prior.fit_prior(part).weights}
+        for choice in CHOICES:
+            count = len(P) if choice == "uniform" else k
+            weights[choice] = prior.select(part, count, choice, fitted).weights
+        rows += [
+            {"tokens": size, "choice": name, "loss": ensemble.mixture_nll(w, population.P[split])}
+            for name, w in weights.items()
+        ]
+    return pd.DataFrame(rows)
+
+
 def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
     """The loss of each snapshot of one trajectory, and of the learned mixture of all up to it.
 
@@ -119,6 +162,69 @@ def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def prior_tables(
+    runs: Sequence[config.Run], ks: Sequence[int], sizes: Sequence[int], k: int
+) -> dict[str, pd.DataFrame]:
+    """Everything that the notebook on the prior shows, for the populations of `runs`.
+
+    prior_fits: both fits with loss, certificate and seconds. prior_weights: the exact weight of
+    every member. prior_choices: `selections` by every choice, with the paired distance of each K
+    to the same choice's largest K, and what K costs at inference. prior_cross_validation: every
+    choice and K on held-out fitness documents; `chosen` marks the smallest K within one standard
+    error of the best. prior_fitness_size: `fitness_curve`.
+    """
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in PRIOR_TABLES}
+    for run in runs:
+        part = load(run)
+        P, possible = part.P["fitness"], [each for each in ks if each <= len(part)]
+        fitted = {name: _timed_fit(P, name) for name in ("exact", "adamw")}
+        weights = fitted["exact"][0].weights
+        held_out = ensemble.cross_validate(P, part.documents["fitness"], possible, ALL_CHOICES)
+        chosen = ensemble.smallest_k_within_one_se(held_out)
+        blocks = {
+            "prior_fits": pd.DataFrame([
+                {"fit": name, "nll": fit.nll, "gap": fit.gap, "steps": fit.steps, "seconds": took,
+                 "test": ensemble.mixture_nll(fit.weights, part.P["test"])}
+                for name, (fit, took) in fitted.items()
+            ]),
+            "prior_weights": part.members[["epochs", "fitness_loss"]].assign(weight=weights),
+            "prior_choices": _with_costs(part, selections(part, possible, ALL_CHOICES)),
+            "prior_cross_validation": pd.DataFrame(
+                [{"choice": each.method, "k": each.k, "nll": each.nll, "se": each.se,
+                  "behind": each.behind, "behind_se": each.behind_se, "chosen": each is chosen}
+                 for each in held_out]
+            ),
+            "prior_fitness_size": fitness_curve(part, sizes, k),
+        }  # fmt: skip
+        for name, block in blocks.items():
+            block.insert(0, "seed", run.seed)
+            block["commit"] = part.members["commit"].iloc[-1]
+            tables[name].append(block)
+    return {name: pd.concat(blocks, ignore_index=True) for name, blocks in tables.items()}
+
+
+def _timed_fit(P: np.ndarray, method: prior.Fit) -> tuple[prior.Prior, float]:
+    started = time.perf_counter()
+    return prior.fit_prior(P, method), time.perf_counter() - started
+
+
+def _with_costs(population: Population, table: pd.DataFrame) -> pd.DataFrame:
+    """Add to `selections` the paired distance to each choice's largest K, and inference costs."""
+    P, documents = population.P, population.documents["test"]
+    fitted = prior.fit_prior(P["fitness"], "adamw")
+    rows = []
+    for choice, block in table.groupby("choice", sort=False):
+        path = prior.select_path(P["fitness"], block.k.tolist(), choice, fitted)
+        nll = {k: -ensemble.mixture_log_probs(each.weights, P["test"]) for k, each in path.items()}
+        most = nll[max(nll)]
+        rows += [ensemble.paired_difference(values, most, documents) for values in nll.values()]
+    behind, errors = zip(*rows, strict=True)
+    flops = table.k * forward_flops(population.run.model)
+    return table.assign(
+        behind_all=behind, behind_all_se=errors, forward_passes=table.k, flops_per_token=flops
+    )
 
 
 def epoch_curves(table: pd.DataFrame, ks: Sequence[int]) -> pd.DataFrame:
@@ -203,14 +309,24 @@ def write(table: pd.DataFrame, path: Path) -> None:
     paths.write_text(path, table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
-def read(path: Path) -> pd.DataFrame:
-    """Read a table back.
+def read(path: Path, **asked: Sequence[object]) -> pd.DataFrame:
+    """Read a table back, or the rows of it whose columns hold the values asked for.
 
     Raises:
         FileNotFoundError: it is not there; says how it is made.
+        ValueError: a value asked for is nowhere in its column.
     """
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is not there; run the notebook with recompute=True to train and write it"
         )
-    return pd.read_csv(path)
+    table = pd.read_csv(path)
+    for column, values in asked.items():
+        held = set(table[column])
+        if missing := [value for value in values if value not in held]:
+            raise ValueError(
+                f"{path.name} has no {column} {missing[0]!r}, it has {sorted(held)}; run the "
+                "notebook with recompute=True to train what is missing"
+            )
+        table = table[table[column].isin(values)]
+    return table.reset_index(drop=True)

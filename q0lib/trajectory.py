@@ -195,7 +195,7 @@ class Trajectory:
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"training loss is {loss} at step {self.step} of cycle {self.cycle}, trajectory "
-                f"{self.index}; lower the learning rates or raise grad_clip's strictness"
+                f"{self.index}; lower the learning rates or grad_clip"
             )
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), method.grad_clip)
         for optimizer in self.optimizers:
@@ -323,6 +323,12 @@ class Trajectory:
             raise ValueError(
                 f"{self._checkpoint} cannot be read ({type(error).__name__}); delete it and rerun"
             ) from error
+        before = (
+            population.member_path(self.directory, self.index, cycle)
+            for cycle in range(state["cycle"])
+        )
+        if not all(path.exists() for path in before):
+            return  # a member is gone: train it again from the start, to the same bits
         self.cycle, self.step = state["cycle"], state["step"]
         self.cycle_loss, self.spent = state["cycle_loss"], state["spent"]
         self.model.load_state_dict(state["model"], strict=True)

@@ -58,8 +58,12 @@ def test_budgets_are_prefixes():
     assert part.k == 4
     assert part.test == pytest.approx(-np.log(q0.P["test"][:4].mean(0)).mean(), abs=1e-6)
     assert table.groupby("epochs").best_k.sum().tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 0"):
+        results.budget_rows(q0, [8], [0])
+    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 9"):
+        results.budget_rows(q0, [8], [9])
     base = made(tiny_study().run("ensemble", 8), 4)
-    table = results.budget_rows(base, [2, 4, 8], [1])
+    table = results.budget_rows(base, [2, 4, 8])
     assert table[table.choice == "uniform"].k.tolist() == [1, 2, 4]
     with pytest.raises(ValueError, match=r"no budget of \[3\] is part of q0 at 16 epochs"):
         results.budget_rows(q0, [3], [1])
@@ -115,6 +119,10 @@ def test_curves_and_intervals(tmp_path):
     path = tmp_path / "t.csv"
     results.write(table, path)
     pd.testing.assert_frame_equal(results.read(path), table, rtol=1e-5, check_dtype=False)
+    asked = results.read(path, epochs=[16], method=["q0"])
+    assert asked.epochs.unique().tolist() == [16]
+    with pytest.raises(ValueError, match=r"has no epochs 8, it has \[4, 16\]; run the notebook"):
+        results.read(path, epochs=[4, 8])
     with pytest.raises(FileNotFoundError, match="recompute=True"):
         results.read(tmp_path / "none.csv")
 

@@ -73,6 +73,13 @@ def test_a_longer_run_begins_with_the_shorter_one(uninterrupted, text, tmp_path)
     assert population.completed(tmp_path) == (1, 3), "the longer result stays"
 
 
+def test_a_lost_member_is_trained_again(uninterrupted, text, tmp_path):
+    run, whole, _ = uninterrupted
+    train(run, text, tmp_path)
+    population.member_path(tmp_path, 0, 1).unlink()
+    assert same(train(run, text, tmp_path), whole)
+
+
 def test_members_differ_and_the_first_two_of_three_are_the_two(text, tmp_path):
     study = tiny_study(0, "q0.trajectories=2")
     two = train(study.run("q0", 4), text, tmp_path / "two")
