@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import seaborn
 from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -219,6 +218,8 @@ def by_choice(
 
     frame: one row a point and seed, columns choice, `x` (drawn in powers of two), loss.
     """
+    import seaborn  # here, since it imports pyplot, and importing a library picks no backend
+
     choices = [name for name in CHOICE_COLORS if name in set(frame["choice"])]
     seaborn.lineplot(
         frame, x=x, y="loss", hue="choice", hue_order=choices, palette=CHOICE_COLORS,

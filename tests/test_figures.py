@@ -288,3 +288,21 @@ figures.save(fig, {str(tmp_path / "fig")!r})
     environment |= {"MPLBACKEND": "tkagg", "PYTHONPATH": str(paths.ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     assert (tmp_path / "fig.png").stat().st_size > 0
+
+
+def test_choices_are_drawn_as_their_mean_over_seeds():
+    frame = pd.DataFrame(
+        [(seed, choice, k, base + seed / 10 - k / 100)
+         for seed in (0, 1) for choice, base in (("greedy", 4.0), ("truncate", 4.2))
+         for k in (1, 2, 8)],
+        columns=["seed", "choice", "k", "loss"],
+    )  # fmt: skip
+    ax = Figure().subplots()
+    figures.by_choice(ax, frame)
+    lines = {line.get_color(): line for line in ax.lines}
+    greedy = lines[figures.CHOICE_COLORS["greedy"]]
+    assert list(greedy.get_xdata()) == [1, 2, 8]
+    assert list(greedy.get_ydata()) == pytest.approx([4.04, 4.03, 3.97])
+    assert {figures.CHOICE_LABELS["greedy"], figures.CHOICE_LABELS["truncate"]} <= {
+        text.get_text() for text in ax.texts
+    }

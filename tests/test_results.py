@@ -28,6 +28,7 @@ def made(run, members, tokens=600, seed=0):
             "epochs": (np.arange(members) % per + 1) * run.method.epochs_per_cycle,
             "flops": (np.arange(members) % per + 1) * 10.0,
             "test_loss": -np.log(P["test"]).mean(1),
+            "fitness_loss": -np.log(P["fitness"]).mean(1),
             "commit": "abc",
         }
     )
@@ -136,3 +137,32 @@ def test_snapshot_curve_ends_at_the_whole_mixture():
         ensemble.mixture_nll(fit.weights, population.P["test"])
     )
     assert curve.member.tolist() == population.members.test_loss.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens")
+def test_prior_tables_are_consistent(monkeypatch):
+    runs = [tiny_study(seed).run("q0", 16) for seed in (0, 1)]
+    populations = {run.seed: made(run, 8, seed=run.seed) for run in runs}
+    monkeypatch.setattr(results, "load", lambda run: populations[run.seed])
+    tables = results.prior_tables(runs, [1, 2, 4, 8, 99], [200], k=2)
+    assert list(tables) == list(results.PRIOR_TABLES)
+    assert all(table.seed.unique().tolist() == [0, 1] for table in tables.values())
+    fits = tables["prior_fits"].set_index(["seed", "fit"])
+    assert (fits.gap >= 0).all()
+    for seed in (0, 1):
+        assert fits.nll[seed, "exact"] <= fits.nll[seed, "adamw"] + 1e-6
+        weights = tables["prior_weights"].query("seed == @seed").weight.to_numpy()
+        nll = ensemble.mixture_nll(weights, populations[seed].P["fitness"])
+        assert nll == pytest.approx(fits.nll[seed, "exact"])
+    choices = tables["prior_choices"].set_index(["seed", "choice", "k"])
+    assert choices.behind_all[0, "greedy", 8] == 0
+    assert choices.behind_all[0, "greedy", 2] == pytest.approx(
+        choices.test[0, "greedy", 2] - choices.test[0, "greedy", 8]
+    )
+    assert choices.flops_per_token[0, "greedy", 8] == 8 * choices.flops_per_token[0, "greedy", 1]
+    held_out = tables["prior_cross_validation"]
+    assert held_out.groupby("seed").chosen.sum().tolist() == [1, 1]
+    sizes = tables["prior_fitness_size"]
+    assert sorted(sizes.tokens.unique()) == [200, 600]
+    flat = sizes[(sizes.seed == 0) & (sizes.choice == "uniform")].loss
+    assert flat.nunique() == 1, "uniform weights need no fitness text"

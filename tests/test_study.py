@@ -1,0 +1,57 @@
+"""The one command: what it refuses, and that it tells the truth about what it did."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import tiny_study
+
+from q0lib import config, results, study, sweep
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "huge"], "unknown preset 'huge', known: quick, cpu, gpu, paper"),
+        (["--seeds", "-1"], "seed must be >= 0, got -1"),
+        (["--jobs", "0"], "jobs and timeout must be > 0, got 0"),
+    ],
+)
+def test_bad_usage_is_one_sentence(arguments, words, capsys, runs):
+    assert study.main(arguments) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert words in errors[-1]
+    assert not runs.exists() or not list(runs.rglob("*.ipynb"))
+
+
+def test_a_failed_point_stops_the_study(monkeypatch, runs, tmp_path, capsys):
+    tiny = tiny_study()
+    monkeypatch.setattr(config, "preset", lambda name, *, seed: tiny)
+    row = {"status": "failed", "seconds": 1.0, "reason": "In [4]: OSError: no space left",
+           "output": "q0.ipynb"}  # fmt: skip
+    calls = []
+    monkeypatch.setattr(sweep, "sweep", lambda *a, **k: (calls.append(a), pd.DataFrame([row]))[1])
+    assert study.main(["--out", str(tmp_path)]) == 1
+    assert len(calls) == 1
+    assert "q0: failed: In [4]: OSError: no space left" in capsys.readouterr().out
+
+
+def test_a_finished_study_prints_places_and_multipliers(monkeypatch, runs, tmp_path, capsys):
+    tiny = tiny_study()
+    monkeypatch.setattr(config, "preset", lambda name, *, seed: tiny)
+
+    def swept(notebook: Path, fixed, grid, **options) -> pd.DataFrame:
+        if notebook.stem == "04_epoch_efficiency":
+            assert [path.name for path in options["inputs"]] == ["result.json"] * 3
+            line = {"method": "q0", "reference": "ensemble", "axis": "epochs", "multiplier": 2.5,
+                    "low": None, "high": None, "seeds": 1, "reached": 1, "cases": ""}  # fmt: skip
+            results.write(pd.DataFrame([line]), tmp_path / "epoch_multipliers.csv")
+        row = {"status": "skipped", "seconds": 0.0, "reason": "", "output": notebook.name}
+        return pd.DataFrame([row])
+
+    monkeypatch.setattr(sweep, "sweep", swept)
+    assert study.main(["--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "still valid, reused" in said
+    assert str(tmp_path) in said
+    assert "q0 matches the ensemble with fewer epochs: 2.5x" in said
