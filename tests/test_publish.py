@@ -9,7 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from q0lib import notebook as nb
-from q0lib import paths, publish, sweep
+from q0lib import paths, publish
 
 STORY = """
 import sys
@@ -129,7 +129,7 @@ def test_a_notebook_not_fit_to_be_committed_is_refused(root, monkeypatch, printe
     stream = new_output("stream", text=printed)
     notebook = write(root, "unfit", "print('it')")
     before = notebook.read_bytes()
-    monkeypatch.setattr(sweep, "execute", execute)
+    monkeypatch.setattr(nb, "execute", execute)
     with pytest.raises(ValueError, match=reason):
         publish.publish(notebook)
     assert notebook.read_bytes() == before

@@ -97,7 +97,7 @@ def test_kernel_is_this_python_values_arrive_as_they_are_and_paths_may_be_odd(tm
         object(),
         np.datetime64(1, "D"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_value_that_a_notebook_cannot_be_given_is_refused_by_name(value):
     with pytest.raises(ValueError, match=r"parameter lr\[1\]"):
