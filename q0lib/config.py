@@ -396,7 +396,7 @@ def _studies() -> dict[str, Study]:
         ),
         Study(
             name="cpu",
-            corpus=Corpus(),
+            corpus=Corpus(validation_tokens=30_720, test_tokens=30_720),
             model=Model(),
             methods=_family(small),
             epochs=64,
