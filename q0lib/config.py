@@ -309,6 +309,13 @@ class Study(_Checked):
                 f"model.vocab_size must be >= corpus.vocab_size ({self.corpus.vocab_size}), "
                 f"got {self.model.vocab_size}"
             )
+        for split in ("train", "fitness", "validation", "test"):
+            tokens = getattr(self.corpus, f"{split}_tokens")
+            if tokens <= self.model.context:
+                raise ValueError(
+                    f"corpus.{split}_tokens must be > model.context ({self.model.context}), got "
+                    f"{tokens}"
+                )
         for name, method in self.methods.items():
             for batch in {method.batch_tokens, method.edge_batch_tokens} - {0}:
                 if batch % self.model.context:
@@ -333,7 +340,8 @@ class Study(_Checked):
         known = math.prod(size for size in sizes if size)
         sizes = [size or budget / known for size in sizes]
         trajectories, cycles, epochs_per_cycle = sizes
-        if trajectories != int(trajectories) or cycles != int(cycles):
+        whole = all(abs(n - round(n)) < 1e-9 and round(n) > 0 for n in (trajectories, cycles))
+        if not whole:
             raise ValueError(
                 f"{method} takes budgets in multiples of {known:g} epochs, got {budget:g}"
             )
@@ -347,8 +355,8 @@ class Study(_Checked):
             if chosen.epochs_per_cycle
             else dataclasses.replace(chosen, trajectories=0, epochs_per_cycle=epochs_per_cycle),
             precision=self.precision,
-            trajectories=int(trajectories),
-            cycles=int(cycles),
+            trajectories=round(trajectories),
+            cycles=round(cycles),
             runtime=self.runtime,
         )
 
@@ -413,9 +421,11 @@ def _studies() -> dict[str, Study]:
                 windows="SSSL",
             ),
             methods=_family({
-                name: dataclasses.replace(method, batch_tokens=131_072, edge_batch_tokens=98_304
-                                          if name == "q0" else 0)
-                for name, method in reference.items()
+                "q0": dataclasses.replace(
+                    q0, batch_tokens=131_072, edge_batch_tokens=98_304, horizon=32,
+                    distill_after=4,
+                ),
+                "ensemble": dataclasses.replace(ensemble, batch_tokens=131_072),
             }),
             epochs=64,
             runtime=Runtime(threads=0, micro_batch=32, compile=True, keep_weights=True),
@@ -467,6 +477,8 @@ def preset(name: str, *, seed: int = 0, overrides: list[str] | None = None) -> S
         raise ValueError(f"unknown preset {name!r}, known: {', '.join(studies)}")
     study = dataclasses.replace(studies[name], seed=seed)
     sections: dict[str, dict[str, str]] = {}
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides must be a list of section.field=value, got {overrides!r}")
     for text in overrides or []:
         target, separator, value = text.partition("=")
         section, dot, item = target.strip().partition(".")

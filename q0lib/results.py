@@ -47,6 +47,13 @@ def selections(
     return pd.DataFrame(rows)
 
 
+def _origin(population: Population) -> dict[str, str]:
+    """The columns by which a number is walked back: the run's directory, and the commit."""
+    directory = population.directory
+    commit = str(population.members["commit"].iloc[-1])
+    return {"run": f"{directory.parent.name}/{directory.name}", "commit": commit}
+
+
 def _losses(population: Population, weights: np.ndarray) -> dict[str, float]:
     row = {}
     for split in SPLITS:
@@ -55,6 +62,14 @@ def _losses(population: Population, weights: np.ndarray) -> dict[str, float]:
     row["test_se"] = ensemble.standard_error(nll, population.documents["test"])
     row["flops"] = population.flops
     return row
+
+
+def check_sizes(ks: Sequence[int], members: int) -> list[int]:
+    """The sizes K, in order; ValueError for one that is not in 1..members."""
+    for k in ks:
+        if not 1 <= k <= members:
+            raise ValueError(f"population sizes K must be in 1..{members}, got {k}")
+    return sorted(set(ks))
 
 
 def chosen_k(
@@ -87,17 +102,15 @@ def budget_rows(
     Raises:
         ValueError: a K that is not among 1..M, or no budget that the population contains.
     """
-    for k in ks:
-        if not 1 <= k <= len(population):
-            raise ValueError(f"population sizes K must be in 1..{len(population)}, got {k}")
+    check_sizes(ks, len(population))
     run, frames = population.run, []
     for epochs in budgets:
         cycles = epochs / (run.trajectories * run.method.epochs_per_cycle)
         members = epochs / (run.cycles * run.method.epochs_per_cycle)
-        if cycles == int(cycles) and 1 <= cycles <= run.cycles:
-            part = population.prefix(run.trajectories, int(cycles))
-        elif members == int(members) and 1 <= members <= run.trajectories:
-            part = population.prefix(int(members), run.cycles)
+        if abs(cycles - round(cycles)) < 1e-9 and 1 <= round(cycles) <= run.cycles:
+            part = population.prefix(run.trajectories, round(cycles))
+        elif abs(members - round(members)) < 1e-9 and 1 <= round(members) <= run.trajectories:
+            part = population.prefix(round(members), run.cycles)
         else:
             continue
         sizes = [*ks, len(part)]
@@ -115,8 +128,7 @@ def budget_rows(
     table = pd.concat(frames, ignore_index=True)
     table.insert(0, "seed", run.seed)
     table.insert(0, "method", run.name)
-    table["commit"] = population.members["commit"].iloc[-1]
-    return table
+    return table.assign(**_origin(population))
 
 
 def fitness_curve(
@@ -125,8 +137,8 @@ def fitness_curve(
     """What more fitness text buys: losses after choosing on its first `sizes` tokens.
 
     Columns: tokens, choice, loss (nats per token on `split`). Choices: "prior" (exact weights on
-    all members), "truncate" and "greedy" (k of them), "lowest" (k of them, equal weights), and
-    "uniform" (all members, no fitness text at all).
+    all members) and, each of k members, "truncate", "greedy", "lowest" and "uniform" (evenly
+    spread, which needs no fitness text).
     """
     P, total = population.P["fitness"], population.P["fitness"].shape[1]
     rows = []
@@ -135,8 +147,7 @@ def fitness_curve(
         fitted = prior.fit_prior(part, "adamw")
         weights = {"prior": prior.fit_prior(part).weights}
         for choice in CHOICES:
-            count = len(P) if choice == "uniform" else k
-            weights[choice] = prior.select(part, count, choice, fitted).weights
+            weights[choice] = prior.select(part, k, choice, fitted).weights
         rows += [
             {"tokens": size, "choice": name, "loss": ensemble.mixture_nll(w, population.P[split])}
             for name, w in weights.items()
@@ -178,7 +189,7 @@ def prior_tables(
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in PRIOR_TABLES}
     for run in runs:
         part = load(run)
-        P, possible = part.P["fitness"], [each for each in ks if each <= len(part)]
+        P, possible = part.P["fitness"], check_sizes(ks, len(part))
         fitted = {name: _timed_fit(P, name) for name in ("exact", "adamw")}
         weights = fitted["exact"][0].weights
         held_out = ensemble.cross_validate(P, part.documents["fitness"], possible, ALL_CHOICES)
@@ -200,8 +211,7 @@ def prior_tables(
         }  # fmt: skip
         for name, block in blocks.items():
             block.insert(0, "seed", run.seed)
-            block["commit"] = part.members["commit"].iloc[-1]
-            tables[name].append(block)
+            tables[name].append(block.assign(**_origin(part)))
     return {name: pd.concat(blocks, ignore_index=True) for name, blocks in tables.items()}
 
 
@@ -230,8 +240,9 @@ def _with_costs(population: Population, table: pd.DataFrame) -> pd.DataFrame:
 def epoch_curves(table: pd.DataFrame, ks: Sequence[int]) -> pd.DataFrame:
     """The test-loss curves of a table of `budget_rows`, one row a (seed, method, budget).
 
-    q0 gives a curve at its best K ("q0") and one for each fixed K that a budget holds ("q0_k8");
-    an ensemble is the uniform mixture of all its members.
+    q0 gives a curve at its best K ("q0"), one of the uniform mixture of all its snapshots
+    ("q0_uniform"), and one for each fixed K that a budget holds ("q0_k8"); an ensemble is the
+    uniform mixture of all its members.
 
     Columns: seed, method, epochs, flops, k, loss.
     """
@@ -241,6 +252,8 @@ def epoch_curves(table: pd.DataFrame, ks: Sequence[int]) -> pd.DataFrame:
         if method == "q0":
             best = learned[learned.best_k.astype(bool)]
             curves.append(best.assign(method="q0"))
+            curves.append(rows[rows.choice == "uniform"].assign(method="q0_uniform"))
+            check_sizes(ks, int(learned.k.max()))
             curves += [learned[learned.k == k].assign(method=f"q0_k{k}") for k in ks]
         else:
             curves.append(rows[rows.choice == "uniform"])
@@ -288,7 +301,8 @@ def multipliers(
                      "low": low, "high": high, "seeds": len(values),
                      "reached": int(np.isfinite(values).sum()), "cases": "; ".join(cases)}
                 )  # fmt: skip
-    return pd.DataFrame(rows)
+    columns = ["method", "reference", "axis", "multiplier", "low", "high", "seeds", "reached"]
+    return pd.DataFrame(rows, columns=[*columns, "cases"])
 
 
 def multiplier_sentence(table: pd.DataFrame) -> str:
@@ -304,8 +318,21 @@ def multiplier_sentence(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def budgets_of(study: config.Study) -> list[float]:
+    """Epoch budgets for a curve of a study: every member of the ensemble, and some below.
+
+    Multiples of the ensemble's epochs a member up to the study's budget (at most eight), and a
+    quarter, a half and one and a half of the first.
+    """
+    member = study.methods["ensemble"].epochs_per_cycle
+    count = int(study.epochs / member)
+    whole = [member * n for n in range(1, count + 1, -(-count // 8))]
+    below = [member * share for share in (0.25, 0.5, 1.5) if member * share < study.epochs]
+    return sorted({*whole, *below, member * count})
+
+
 def write(table: pd.DataFrame, path: Path) -> None:
-    """Save a table as CSV, six decimals, whole or not at all."""
+    """Save a table as CSV, six significant digits, whole or not at all."""
     paths.write_text(path, table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 

@@ -5,6 +5,8 @@ and the snapshot is taken there, before the restart.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 
 def lr_multiplier(step: float, steps: float, floor: float = 0.08, shape: str = "cyclic") -> float:
@@ -19,16 +21,21 @@ def lr_multiplier(step: float, steps: float, floor: float = 0.08, shape: str = "
 
 
 def wd_multiplier(
-    step: float, steps: float, lr_floor: float = 0.08, wd_floor: float = 0.7, mode: str = "anti"
+    step: float,
+    steps: float,
+    lr_floor: float = 0.08,
+    wd_floor: float = 0.7,
+    mode: str = "anti",
+    shape: str = "cyclic",
 ) -> float:
     """Multiplier of the peak weight decay at `step` of a cycle of `steps` (paper, eq. 4).
 
     "anti" rises from `wd_floor` to 1 as the learning rate falls; "in_phase" falls with it;
-    "flat" stays at 1.
+    "flat" stays at 1. `shape` is the learning rate's.
     """
     if mode == "flat":
         return 1.0
-    fallen = (1 - lr_multiplier(step, steps, lr_floor)) / (1 - lr_floor)
+    fallen = (1 - lr_multiplier(step, steps, lr_floor, shape)) / (1 - lr_floor)
     return wd_floor + (1 - wd_floor) * (fallen if mode == "anti" else 1 - fallen)
 
 
@@ -49,9 +56,29 @@ def batch_tokens(cycle: int, horizon: int, middle: int, edge: int = 0) -> int:
     return middle if in_middle or not edge else edge
 
 
-def cycle_steps(epochs: float, rows_per_epoch: int, rows_per_step: int) -> int:
-    """Optimizer steps in a cycle of `epochs`: at least one, the nearest whole number."""
-    return max(1, round(epochs * rows_per_epoch / rows_per_step))
+class Cycle(NamedTuple):
+    """Where a cycle stands in the endless stream of training rows."""
+
+    first_row: int
+    steps: int
+    rows_per_step: int
+
+
+def plan(
+    cycles: int, epochs: float, rows_per_epoch: int, rows_per_step: Sequence[int]
+) -> list[Cycle]:
+    """The first `cycles` cycles of `epochs` each, in whole batches of rows_per_step[c] rows.
+
+    A cycle ends at the batch border nearest to its share of the epochs, counted from the start of
+    training, so that rounding does not add up. Every cycle has at least one step.
+    """
+    planned, row = [], 0
+    for cycle in range(cycles):
+        rows = rows_per_step[cycle]
+        steps = max(1, round(((cycle + 1) * epochs * rows_per_epoch - row) / rows))
+        planned.append(Cycle(row, steps, rows))
+        row += steps * rows
+    return planned
 
 
 def _progress(step: float, steps: float) -> float:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from tqdm import tqdm
@@ -23,55 +24,69 @@ from q0lib import config, paths, population, results, sweep
 METHODS = ("q0", "ensemble", "distilled_ensemble")
 
 
-def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> bool:
-    """Train the populations of a preset, execute the two notebooks, and print what came out.
+def train(
+    preset: str, seeds: Sequence[int], methods: Sequence[str], epochs: float, jobs: int = 2
+) -> list[config.Run]:
+    """Train populations through the notebook that sweeps run, `jobs` at a time; return their runs.
 
-    Returns whether all of it worked.
+    What is complete already is reused.
 
     Raises:
-        ValueError: an unknown preset or a bad seed, before anything runs.
-        sweep.Interrupted: after Ctrl-C, with everything saved.
+        ValueError: an unknown preset or method, a bad seed or budget, before anything runs.
+        RuntimeError: a population failed; says which, and why.
     """
     studies = [config.preset(preset, seed=seed) for seed in seeds]
-    epochs = studies[0].epochs
-    runs = [study.run(method) for study in studies for method in METHODS]
-    print(f"1/2  training {len(runs)} populations of {epochs} epochs, {jobs} at a time")
+    runs = [study.run(method, epochs) for study in studies for method in methods]
     with _member_bar(runs):
         trained = sweep.sweep(
             paths.NOTEBOOKS / "train_population.ipynb",
             {"preset": preset, "epochs": epochs},
-            {"seed": list(seeds), "method": list(METHODS)},
+            {"seed": list(seeds), "method": list(methods)},
             jobs=jobs,
+            # A point that was done is not skipped when its population has gone since.
+            force=not all(population.is_complete(run) for run in runs),
         )
-    if not _said(trained):
-        return False
+    _say(trained)
+    return runs
+
+
+def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
+    """Train the populations of a preset, execute the two notebooks, and print what came out.
+
+    Raises:
+        ValueError, RuntimeError: as `train`.
+        sweep.Interrupted: after Ctrl-C, with everything saved.
+    """
+    study = config.preset(preset, seed=seeds[0])
+    budgets = results.budgets_of(study)
+    print(f"1/2  training {len(METHODS) * len(seeds)} populations of {max(budgets):g} epochs")
+    runs = train(preset, seeds, METHODS, max(budgets), jobs)
     print("2/2  notebooks")
     finished = [run.directory / "result.json" for run in runs]
-    parts = {
-        "00_quickstart": {"preset": preset, "seed": seeds[0], "epochs": epochs, "out": str(out)},
+    parts: dict[str, dict[str, Any]] = {
+        "00_quickstart": {"seed": seeds[0], "epochs": max(budgets)},
         "04_epoch_efficiency": {
-            "preset": preset, "seeds": list(seeds), "methods": list(METHODS), "recompute": True,
-            "out": str(out),
+            "seeds": list(seeds), "epoch_budgets": budgets, "methods": list(METHODS),
+            "recompute": True,
         },
     }  # fmt: skip
     for name, parameters in parts.items():
-        table = sweep.sweep(
-            paths.NOTEBOOKS / f"{name}.ipynb", parameters, {}, out=out / name, inputs=finished
-        )
-        if not _said(table):
-            return False
+        given = {"preset": preset, "out": str(out), **parameters}
+        notebook = paths.NOTEBOOKS / f"{name}.ipynb"
+        _say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
     print(results.multiplier_sentence(results.read(out / "epoch_multipliers.csv")))
-    return True
 
 
-def _said(table: pd.DataFrame) -> bool:
-    """Print what came of each point of a sweep; whether none failed."""
+def _say(table: pd.DataFrame) -> None:
+    """Print what came of each point of a sweep; RuntimeError if one failed."""
     for row in table.itertuples():
-        name = Path(str(row.output))
         word = {"skipped": "still valid, reused", "done": f"done in {row.seconds:.0f} s"}
-        print(f"     {name.stem}: {word.get(str(row.status), f'{row.status}: {row.reason}')}")
-    return set(table.status) <= {"done", "skipped"}
+        status = str(row.status)
+        print(f"     {Path(str(row.output)).stem}: {word.get(status, f'{status}: {row.reason}')}")
+    failed = table[~table.status.isin(["done", "skipped"])]
+    if len(failed):
+        raise RuntimeError(f"{len(failed)} of {len(table)} failed: {failed.reason.iloc[0]}")
 
 
 def _shown(path: Path) -> Path:
@@ -118,15 +133,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     out = (given.out or paths.RUNS / "study" / given.preset).resolve()
     try:
-        worked = run_study(given.preset, given.seeds, given.jobs, out)
+        run_study(given.preset, given.seeds, given.jobs, out)
     except sweep.Interrupted:
         print("stopped; what was trained is saved, run it again to go on")
         return 130
+    except RuntimeError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     print(f"{time.monotonic() - began:.0f} s")
-    return 0 if worked else 1
+    return 0
 
 
 if __name__ == "__main__":

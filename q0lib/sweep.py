@@ -168,8 +168,10 @@ def sweep(
     """
     notebook, node = Path(notebook).resolve(), read(notebook)
     check(notebook, node, {**fixed, **grid})
-    if jobs < 1 or not (timeout is None or 0 < timeout < math.inf):
-        raise ValueError(f"jobs and timeout must be > 0, got {jobs} and {timeout}")
+    if jobs < 1:
+        raise ValueError(f"jobs must be > 0, got {jobs}")
+    if not (timeout is None or 0 < timeout < math.inf):
+        raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
     out = Path(out or paths.RUNS / "sweeps" / notebook.stem).resolve()
     points = _points(notebook.stem, fixed, grid, out)
     waiting: list[_Point] = []

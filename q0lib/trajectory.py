@@ -9,6 +9,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,42 +50,50 @@ def train_population(
         FloatingPointError: the loss is no longer finite.
     """
     directory = directory or run.directory
-    if population.is_complete(run, directory):
-        population.open_directory(run, directory)
-        return population.load(run, directory)
+    _device(run)
     text = text or corpus.load(run.corpus)
-    population.open_directory(run, directory)
-    population.write_documents(directory, text, run.model.context)
-    lengths = [steps_of(run, text, cycle) for cycle in range(run.cycles)]
+    population.open_directory(run, directory, text)
+    if population.is_complete(run, directory):
+        return population.load(run, directory)
+    steps = sum(cycle.steps for cycle in plan(run, text))
     with (
         _threads(run.runtime.threads),
         _stop_requests() as stop_requested,
-        tqdm(total=run.trajectories * sum(lengths), desc=f"{run.name} seed {run.seed}",
-             unit="step", disable=not progress, mininterval=1.0) as bar,
+        tqdm(total=run.trajectories * steps, desc=f"{run.name} seed {run.seed}", unit="step",
+             disable=not progress, mininterval=1.0) as bar,
     ):  # fmt: skip
         for index in range(run.trajectories):
-            members = [population.member_path(directory, index, c) for c in range(run.cycles)]
-            with _locked(members[0].parent):
-                if all(path.exists() for path in members):
-                    bar.update(sum(lengths))
+            with _locked(directory / f"t{index:02d}"):
+                if all(population.has_member(run, directory, index, c) for c in range(run.cycles)):
+                    bar.update(steps)
                 else:
                     Trajectory(run, index, text, directory).train(run.cycles, stop_requested, bar)
-    population.write_result(run, directory)
+    with _locked(directory):
+        population.write_result(run, directory)
     return population.load(run, directory)
 
 
-def steps_of(run: config.Run, text: corpus.Text, cycle: int) -> int:
-    """Optimizer steps in a cycle: its epochs, in whole batches."""
+def plan(run: config.Run, text: corpus.Text, cycles: int | None = None) -> list[schedule.Cycle]:
+    """The cycles of a run, in steps and rows."""
+    count = run.cycles if cycles is None else cycles
     rows = len(text["train"].tokens) // (run.model.context + 1)
-    return schedule.cycle_steps(run.method.epochs_per_cycle, rows, _rows_per_step(run, cycle))
+    method = run.method
+    per_step = [
+        schedule.batch_tokens(c, method.horizon, method.batch_tokens, method.edge_batch_tokens)
+        // run.model.context
+        for c in range(count)
+    ]
+    return schedule.plan(count, method.epochs_per_cycle, rows, per_step)
 
 
 def estimate(run: config.Run) -> dict[str, float]:
     """What a run will need, before it is started: parameters, training tokens, FLOPs, memory.
 
-    `flops` counts student and teacher passes, not evaluation. `memory` is bytes on the device:
-    weights, gradients, optimizer state, average and teacher exactly, and about 50 bytes of
-    activations a token, layer pass and unit of width of a micro-batch.
+    `flops` counts student and teacher passes, not evaluation; `taught` is the share of training
+    that has a teacher. `memory` is bytes on the device, roughly: weights, gradients, optimizer
+    state, average and teacher; the copies of weights in bf16 that each layer pass keeps for its
+    gradient; some 50 bytes of activations a token of a micro-batch, layer pass and unit of width;
+    and six chunks of logits.
     """
     model, method = run.model, run.method
     tokens = run.epochs * run.corpus.train_tokens
@@ -96,11 +105,14 @@ def estimate(run: config.Run) -> dict[str, float]:
     vocabulary = 2 * model.vocab_size * model.width
     fixed = 12 * parameters + 4 * vocabulary  # weights, gradients, momentum; AdamW keeps two
     fixed += 4 * parameters * (method.ema_fraction > 0) + 2 * parameters * (taught > 0)
+    fixed += parameters * len(layer_passes(model)) // model.layers * 2
     rows = run.runtime.micro_batch or method.batch_tokens // model.context
     active = 50 * rows * model.context * model.width * len(layer_passes(model))
+    active += 6 * 4 * distill.GPU_CHUNK_ELEMENTS if run.runtime.device != "cpu" else 0
     return {
         "parameters": parameters,
         "tokens": tokens,
+        "taught": taught,
         "flops": tokens * (3 * student + taught * forward_flops(model)),
         "memory": fixed + active,
     }
@@ -112,15 +124,14 @@ class Trajectory:
     def __init__(self, run: config.Run, index: int, text: corpus.Text, directory: Path) -> None:
         self.run, self.index, self.text, self.directory = run, index, text, directory
         self.method, self.dtype = run.method, _DTYPES[run.precision]
-        name = run.runtime.device
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(auto if name == "auto" else name)
+        self.device = _device(run)
         self.stream = corpus.EpochStream(text["train"], run.model.context, (run.seed, index, _DATA))
         self.model = GPT(run.model).initialise(self._generator(_WEIGHTS)).to(self.device)
         self.forward: Callable[..., Tensor] = self.model
         if run.runtime.compile:
             self.forward = torch.compile(self.model)
         self.optimizers = optim.optimizers(self.model, self.method)
+        self.plan = plan(run, text)
         self.cycle = self.step = 0  # steps count from 0 within the cycle
         self.cycle_loss = 0.0
         self.spent: dict[str, float] = dict.fromkeys(population.SPENT, 0)
@@ -151,7 +162,7 @@ class Trajectory:
             )
             now = time.monotonic()
             self.spent["wall_seconds"] = before + now - began
-            if self.step == steps_of(self.run, self.text, self.cycle):
+            if self.step == self.plan[self.cycle].steps:
                 self._leave_member()
             if stop_requested():
                 self._save()
@@ -176,28 +187,30 @@ class Trajectory:
     def train_step(self) -> float:
         """Take one optimizer step; returns the batch's cross-entropy, nats per token."""
         started = time.perf_counter()
-        method, steps = self.method, steps_of(self.run, self.text, self.cycle)
+        method, (start, steps, rows) = self.method, self.plan[self.cycle]
         # A cycle's last step runs at the floor; a cosine's last step is still worth taking.
         at = self.step + 1 if method.schedule == "cyclic" else self.step
         optim.scale(
             self.optimizers,
             schedule.lr_multiplier(at, steps, method.lr_floor, method.schedule),
-            schedule.wd_multiplier(at, steps, method.lr_floor, method.wd_floor, method.wd_schedule),
+            schedule.wd_multiplier(
+                at, steps, method.lr_floor, method.wd_floor, method.wd_schedule, method.schedule
+            ),
         )
-        rows = _rows_per_step(self.run, self.cycle)
-        block = torch.from_numpy(self.stream.rows(self._first_row(), rows)).to(self.device)
+        block = torch.from_numpy(self.stream.rows(start + self.step * rows, rows))
+        block = block.to(self.device)
         looped = self.step >= method.loop_from * steps
         torch.manual_seed(self._seed(_DROPOUT, int(self.spent["steps"])))
         self.model.train()
         loss = 0.0
         for part in block.split(self.run.runtime.micro_batch or rows):
             loss += self._backward(part, rows * self.run.model.context, looped)
-        if not math.isfinite(loss):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), method.grad_clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
-                f"training loss is {loss} at step {self.step} of cycle {self.cycle}, trajectory "
-                f"{self.index}; lower the learning rates or grad_clip"
+                f"training loss is {loss}, gradient norm {norm}, at step {self.step} of cycle "
+                f"{self.cycle}, trajectory {self.index}; lower the learning rates or grad_clip"
             )
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), method.grad_clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -262,6 +275,11 @@ class Trajectory:
             split: population.held_out_log_probs(snapshot, self.text[split], self.dtype)
             for split in corpus.HELD_OUT
         }
+        if not all(rows.isfinite().all() for rows in log_probs.values()):
+            raise FloatingPointError(
+                f"the snapshot of cycle {self.cycle}, trajectory {self.index} gives probabilities "
+                "that are not finite; lower the learning rates"
+            )
         record = {
             "trajectory": self.index,
             "cycle": self.cycle,
@@ -271,10 +289,10 @@ class Trajectory:
             **self.spent,
             "fingerprints": {split: self.text[split].fingerprint for split in corpus.HELD_OUT},
             "commit": population.provenance()["commit"],
+            "runtime": self._runtime,
         }
         last = self.cycle + 1 == self.method.cycles
-        passed_on = self.method.teacher == "previous_member" and last
-        if self.run.runtime.keep_weights or passed_on:
+        if self.run.runtime.keep_weights or (self.method.teacher == "previous_member" and last):
             path = population.weights_path(self.directory, self.index, self.cycle)
             population.write_weights(path, snapshot)
         path = population.member_path(self.directory, self.index, self.cycle)
@@ -306,6 +324,7 @@ class Trajectory:
             "step": self.step,
             "cycle_loss": self.cycle_loss,
             "spent": self.spent,
+            "runtime": self._runtime,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "average": self.average,
@@ -323,12 +342,15 @@ class Trajectory:
             raise ValueError(
                 f"{self._checkpoint} cannot be read ({type(error).__name__}); delete it and rerun"
             ) from error
-        before = (
-            population.member_path(self.directory, self.index, cycle)
-            for cycle in range(state["cycle"])
-        )
-        if not all(path.exists() for path in before):
+        run, before = self.run, range(state["cycle"])
+        if not all(population.has_member(run, self.directory, self.index, c) for c in before):
             return  # a member is gone: train it again from the start, to the same bits
+        if state["runtime"] != self._runtime:
+            warnings.warn(
+                f"{self._checkpoint.parent} goes on under {self._runtime}, it was begun under "
+                f"{state['runtime']}: the result will differ in the last bits",
+                stacklevel=4,
+            )
         self.cycle, self.step = state["cycle"], state["step"]
         self.cycle_loss, self.spent = state["cycle_loss"], state["spent"]
         self.model.load_state_dict(state["model"], strict=True)
@@ -346,15 +368,17 @@ class Trajectory:
         return distill.frozen_teacher(self._built(weights), self.dtype)
 
     @property
+    def _runtime(self) -> str:
+        """What can change the last bits of a result, though not what is trained."""
+        chosen = self.run.runtime
+        return (
+            f"device {self.device.type}, threads {torch.get_num_threads()}, micro_batch "
+            f"{chosen.micro_batch}, compile {chosen.compile}"
+        )
+
+    @property
     def _checkpoint(self) -> Path:
         return self.directory / f"t{self.index:02d}" / "checkpoint.pt"
-
-    def _first_row(self) -> int:
-        before = sum(
-            steps_of(self.run, self.text, c) * _rows_per_step(self.run, c)
-            for c in range(self.cycle)
-        )
-        return before + self.step * _rows_per_step(self.run, self.cycle)
 
     def _seed(self, purpose: int, number: int = 0) -> int:
         words = [self.run.seed, self.index, purpose, number]
@@ -367,12 +391,16 @@ class Trajectory:
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _rows_per_step(run: config.Run, cycle: int) -> int:
-    method = run.method
-    tokens = schedule.batch_tokens(
-        cycle, method.horizon, method.batch_tokens, method.edge_batch_tokens
-    )
-    return tokens // run.model.context
+def _device(run: config.Run) -> torch.device:
+    name = run.runtime.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"runtime.device must be auto, cpu, or an accelerator of this machine, got {name!r}"
+        ) from error
 
 
 @contextmanager

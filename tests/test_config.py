@@ -39,6 +39,9 @@ def test_numbers_that_arrive_as_strings_are_cast_or_refused():
         (lambda: config.Method(epochs_per_cycle=-1), r"epochs_per_cycle must be >= 0, got -1"),
         (lambda: config.Method(temperature=0), r"temperature must be > 0, got 0"),
         (lambda: config.Model(heads=3, width=64), r"heads must be such that"),
+        (lambda: config.preset("quick", overrides="q0.alpha=1"), r"must be a list of section"),
+        (lambda: config.preset("quick", overrides=["corpus.fitness_tokens=100"]),
+         r"corpus\.fitness_tokens must be > model\.context \(128\), got 100"),
         (lambda: config.Corpus(vocab_size=100), r"vocab_size must be >= 257"),
         (lambda: config.preset("quick", overrides=["q0.batch_tokens=1000"]), r"whole sequences"),
         (lambda: config.preset("quick", overrides=["corpus.vocab_size=9999"]), r"must be >= corp"),
@@ -100,3 +103,8 @@ def test_paper_preset_is_the_papers():
     assert (base.ema_decay, base.ema_fraction, base.loop_from) == (0.95, 0.1, 0.5)
     fitness = study.corpus.fitness_tokens
     assert study.corpus.train_tokens + fitness == 100_000_000
+
+
+def test_fractions_of_an_epoch_are_budgets_too():
+    study = config.preset("quick", overrides=["q0.epochs_per_cycle=0.1"])
+    assert study.run("q0", 0.3).cycles == 3

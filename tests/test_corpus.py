@@ -111,6 +111,28 @@ def test_embedded_corpus_is_all_there():
     assert min(map(len, documents)) >= 1500
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", b"", "no json file that can be read|at least 4 are needed"),
+        ("broken.jsonl", b"{not json", "no json file that can be read"),
+        ("broken.parquet", b"no", "no parquet file that can be read"),
+        ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "must hold text, got 3"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        corpus.load(small(path), tmp_path / "cache")
+
+
+def test_a_source_is_found_from_the_projects_folder(tmp_path, monkeypatch):
+    write_text(tmp_path, "mine.txt")
+    monkeypatch.setattr(corpus.paths, "ROOT", tmp_path)
+    assert len(corpus.load(small("mine.txt"), tmp_path / "cache")["train"].tokens) == 600
+
+
 def test_lone_surrogates_become_question_marks():
     tokenizer = corpus.train_tokenizer(["a lone \ud800 surrogate"], 300)
     assert tokenizer.decode(tokenizer.encode(corpus._plain("\ud800x")).ids) == "?x"
@@ -119,7 +141,11 @@ def test_lone_surrogates_become_question_marks():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"train_tokens": 10**9}, ValueError, "train_tokens=1,000,000,000 is more than the train"),
+        (
+            {"train_tokens": 10**9},
+            ValueError,
+            "train_tokens=1,000,000,000 is more than the [0-9,]+ tokens of the train",
+        ),
         ({"source": "nowhere.txt"}, FileNotFoundError, "'nowhere.txt' is no file"),
         ({"document_chars": 10**6}, ValueError, "has 1 documents; at least 4 are needed"),
         ({"tokenizer": "t.json"}, ValueError, "at most vocab_size=300 tokens, it has 400"),

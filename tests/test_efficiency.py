@@ -339,3 +339,13 @@ def test_bad_intervals_are_refused():
         efficiency.interval([])
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 95"):
         efficiency.interval([1.0], level=95)
+
+
+def test_compute_counts_agree_with_the_models_own():
+    """Two ways to count: from a table of numbers, as the paper gives them, and from the weights."""
+    from q0lib import config, model
+
+    paper = config.preset("paper").model
+    assert efficiency.layer_passes(30, 10, 5) == len(model.layer_passes(paper))
+    assert efficiency.attention_span(2048, 1024) == pytest.approx(model._keys_seen(2048, 1024))
+    assert efficiency.attention_span(2048) == pytest.approx(model._keys_seen(2048, 2048))

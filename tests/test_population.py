@@ -52,7 +52,7 @@ def test_prefix_is_checked(trained):
 
 def test_an_incomplete_run_is_not_believed(tmp_path):
     run = tiny_study().run("q0", 6)
-    with pytest.raises(FileNotFoundError, match="needs 1 trajectories x 3 cycles"):
+    with pytest.raises(FileNotFoundError, match=r"needs 1 trajectories x 3 cycles .* train it"):
         population.load(run, tmp_path)
 
 
@@ -79,6 +79,8 @@ def test_weights_load_strictly(trained, tmp_path):
     GPT(run.model).load_state_dict(population.read_weights(path), strict=True)
     prefixed = {f"_orig_mod.{name}": value for name, value in load_file(path).items()}
     save_file(prefixed, tmp_path / "w.safetensors")
+    with pytest.raises(FileNotFoundError, match="keep_weights=true to keep weights"):
+        population.read_weights(tmp_path / "never.safetensors")
     with pytest.raises(RuntimeError, match="Missing key"):
         GPT(run.model).load_state_dict(population.read_weights(tmp_path / "w.safetensors"))
 

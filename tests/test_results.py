@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from conftest import tiny_study
 
-from q0lib import ensemble, prior, results
+from q0lib import config, ensemble, prior, results
 from q0lib.population import Population
 
 
@@ -112,7 +112,10 @@ def test_curves_and_intervals(tmp_path):
     with pytest.warns(UserWarning, match="tokens"):
         table = results.budget_rows(made(run, 8), [4, 16], [1, 4])
     curves = results.epoch_curves(table, [1, 4])
-    assert sorted(curves.method.unique()) == ["q0", "q0_k1", "q0_k4"]
+    assert sorted(curves.method.unique()) == ["q0", "q0_k1", "q0_k4", "q0_uniform"]
+    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 9"):
+        results.epoch_curves(table, [9])
+    assert table.run.unique().tolist() == [f"quick/{run.directory.name}"]
     assert curves[curves.method == "q0_k4"].epochs.tolist() == [16], "4 epochs hold 2 snapshots"
     summary = results.over_seeds(curves)
     assert summary.seeds.tolist() == [1] * len(summary)
@@ -144,7 +147,9 @@ def test_prior_tables_are_consistent(monkeypatch):
     runs = [tiny_study(seed).run("q0", 16) for seed in (0, 1)]
     populations = {run.seed: made(run, 8, seed=run.seed) for run in runs}
     monkeypatch.setattr(results, "load", lambda run: populations[run.seed])
-    tables = results.prior_tables(runs, [1, 2, 4, 8, 99], [200], k=2)
+    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 99"):
+        results.prior_tables(runs, [1, 99], [200], k=2)
+    tables = results.prior_tables(runs, [1, 2, 4, 8], [200], k=2)
     assert list(tables) == list(results.PRIOR_TABLES)
     assert all(table.seed.unique().tolist() == [0, 1] for table in tables.values())
     fits = tables["prior_fits"].set_index(["seed", "fit"])
@@ -166,3 +171,15 @@ def test_prior_tables_are_consistent(monkeypatch):
     assert sorted(sizes.tokens.unique()) == [200, 600]
     flat = sizes[(sizes.seed == 0) & (sizes.choice == "uniform")].loss
     assert flat.nunique() == 1, "uniform weights need no fitness text"
+
+
+def test_budgets_of_the_presets():
+    assert results.budgets_of(config.preset("quick")) == [4, 8, 16, 24, 32, 48]
+    for name in config.PRESETS:
+        study = config.preset(name)
+        budgets = results.budgets_of(study)
+        assert max(budgets) == study.epochs
+        runs = [study.run(method, study.epochs) for method in ("q0", "ensemble")]
+        assert all(run.epochs == study.epochs for run in runs)
+        member = study.methods["ensemble"].epochs_per_cycle
+        assert sum(budget % member == 0 for budget in budgets) >= 2

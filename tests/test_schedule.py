@@ -51,8 +51,34 @@ def test_batch_is_small_in_the_outer_quarters():
     assert {schedule.batch_tokens(c, 64, 2048) for c in range(80)} == {2048}
 
 
-def test_cycle_steps_and_errors():
-    assert schedule.cycle_steps(2, 194, 8) == 48
-    assert schedule.cycle_steps(0.01, 10, 8) == 1
+@given(
+    st.integers(1, 40),
+    st.floats(0.1, 5),
+    st.integers(20, 300),
+    st.lists(st.integers(1, 9), min_size=40, max_size=40),
+)
+def test_cycles_follow_on_each_other_and_keep_to_their_epochs(cycles, epochs, rows, sizes):
+    planned = schedule.plan(cycles, epochs, rows, sizes)
+    assert planned[0].first_row == 0
+    for c, cycle in enumerate(planned):
+        end = cycle.first_row + cycle.steps * cycle.rows_per_step
+        assert cycle.steps >= 1
+        assert cycle.rows_per_step == sizes[c]
+        if c + 1 < cycles:
+            assert planned[c + 1].first_row == end
+        if all(each.steps > 1 for each in planned[: c + 1]):  # no cycle had to be stretched
+            assert abs(end - (c + 1) * epochs * rows) <= sizes[c] / 2 + 1e-6
+    assert planned[: cycles // 2] == schedule.plan(cycles // 2, epochs, rows, sizes)
+
+
+def test_steps_out_of_a_cycle_are_an_error():
+    assert schedule.plan(2, 2, 194, [8, 8]) == [(0, 48, 8), (384, 49, 8)]
     with pytest.raises(ValueError, match="got 5 of 4"):
         schedule.lr_multiplier(5, 4)
+
+
+def test_weight_decay_opposes_a_cosine_too():
+    for step in range(9):
+        lr = schedule.lr_multiplier(step, 8, 0.08, "cosine")
+        wd = schedule.wd_multiplier(step, 8, 0.08, 0.7, "anti", "cosine")
+        assert 0.92 * (wd - 0.7) == pytest.approx(0.3 * (1 - lr))

@@ -14,7 +14,7 @@ from q0lib import config, results, study, sweep
     [
         (["--preset", "huge"], "unknown preset 'huge', known: quick, cpu, gpu, paper"),
         (["--seeds", "-1"], "seed must be >= 0, got -1"),
-        (["--jobs", "0"], "jobs and timeout must be > 0, got 0"),
+        (["--jobs", "0"], "jobs must be > 0, got 0"),
     ],
 )
 def test_bad_usage_is_one_sentence(arguments, words, capsys, runs):
@@ -27,6 +27,7 @@ def test_bad_usage_is_one_sentence(arguments, words, capsys, runs):
 def test_a_failed_point_stops_the_study(monkeypatch, runs, tmp_path, capsys):
     tiny = tiny_study()
     monkeypatch.setattr(config, "preset", lambda name, *, seed: tiny)
+    monkeypatch.setattr(results, "budgets_of", lambda study: [2.0, 4.0])
     row = {"status": "failed", "seconds": 1.0, "reason": "In [4]: OSError: no space left",
            "output": "q0.ipynb"}  # fmt: skip
     calls = []
@@ -39,6 +40,7 @@ def test_a_failed_point_stops_the_study(monkeypatch, runs, tmp_path, capsys):
 def test_a_finished_study_prints_places_and_multipliers(monkeypatch, runs, tmp_path, capsys):
     tiny = tiny_study()
     monkeypatch.setattr(config, "preset", lambda name, *, seed: tiny)
+    monkeypatch.setattr(results, "budgets_of", lambda study: [2.0, 4.0])
 
     def swept(notebook: Path, fixed, grid, **options) -> pd.DataFrame:
         if notebook.stem == "04_epoch_efficiency":

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import some_messages, tiny_study, with_runtime
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from q0lib import corpus, optim, population, trajectory
 from q0lib.model import GPT
@@ -23,18 +24,16 @@ HELD_OUT = corpus.HELD_OUT
 def train(run, text, directory, stop_at=None):
     """Train, stopping after so many steps of this call; returns whether it ran to the end."""
     calls = itertools.count(1)
-    from tqdm import tqdm
-
+    population.open_directory(run, directory, text)
     for index in range(run.trajectories):
         one = trajectory.Trajectory(run, index, text, directory)
         one.train(run.cycles, lambda: next(calls) == stop_at, tqdm(disable=True))
-    population.write_documents(directory, text, run.model.context)
     population.write_result(run, directory)
     return population.load(run, directory)
 
 
 def same(one: population.Population, two: population.Population) -> bool:
-    clocks = ["train_seconds", "wall_seconds"]
+    clocks = ["train_seconds", "wall_seconds", "runtime"]
     return all(np.array_equal(one.P[split], two.P[split]) for split in HELD_OUT) and (
         one.members.drop(columns=clocks).equals(two.members.drop(columns=clocks))
     )
@@ -52,7 +51,7 @@ def uninterrupted(text, tmp_path_factory):
 @pytest.mark.parametrize("stop_at", [2, 5, 9, 10, 19, 20])
 def test_resume_is_bit_exact_wherever_it_stopped(uninterrupted, text, tmp_path, stop_at):
     run, whole, folder = uninterrupted
-    assert trajectory.steps_of(run, text, 0) == 9
+    assert [cycle.steps for cycle in trajectory.plan(run, text)] == [9, 9, 9]
     with pytest.raises(trajectory.Stopped):
         train(run, text, tmp_path, stop_at)
     assert same(train(run, text, tmp_path), whole)
@@ -67,17 +66,45 @@ def test_a_longer_run_begins_with_the_shorter_one(uninterrupted, text, tmp_path)
     first = train(short, text, tmp_path)
     assert same(whole.prefix(1, 1), first)
     assert same(train(run, text, tmp_path), whole)
-    assert population.completed(tmp_path) == (1, 3)
+    assert population.completed(tmp_path) == [3]
     again = trajectory.train_population(short, text, directory=tmp_path, progress=False)
     assert same(again, first)
-    assert population.completed(tmp_path) == (1, 3), "the longer result stays"
+    assert population.completed(tmp_path) == [3], "the longer result stays"
 
 
 def test_a_lost_member_is_trained_again(uninterrupted, text, tmp_path):
     run, whole, _ = uninterrupted
-    train(run, text, tmp_path)
+    again = {"directory": tmp_path, "progress": False}
+    trajectory.train_population(run, text, **again)
     population.member_path(tmp_path, 0, 1).unlink()
-    assert same(train(run, text, tmp_path), whole)
+    assert not population.is_complete(run, tmp_path)
+    assert same(trajectory.train_population(run, text, **again), whole)
+    kept = trajectory.train_population(with_runtime(run, keep_weights=True), text, **again)
+    assert same(kept, whole)
+    assert kept.weights_path(2).exists(), "weights asked for later are trained again"
+
+
+def test_long_and_wide_runs_share_a_directory(text, tmp_path):
+    long = tiny_study().run("q0", 6)
+    wide = tiny_study(0, "q0.trajectories=2").run("q0", 4)
+    assert long.key == wide.key
+    first = train(long, text, tmp_path)
+    train(wide, text, tmp_path)
+    assert population.completed(tmp_path) == [3, 1]
+    assert same(population.load(long, tmp_path), first)
+    assert len(population.load(wide, tmp_path)) == 2
+    square = tiny_study(0, "q0.trajectories=2").run("q0", 12)
+    assert not population.is_complete(square, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["ensemble", "distilled_ensemble"])
+def test_baselines_resume_bit_exact_too(text, tmp_path, method):
+    run = tiny_study(0, "methods.ema_fraction=0.5", "methods.dropout=0.1").run(method, 4)
+    whole = train(run, text, tmp_path / "whole")
+    for stop_at in (3, 6, 12):
+        with pytest.raises(trajectory.Stopped):
+            train(run, text, tmp_path / str(stop_at), stop_at)
+        assert same(train(run, text, tmp_path / str(stop_at)), whole)
 
 
 def test_members_differ_and_the_first_two_of_three_are_the_two(text, tmp_path):
@@ -166,10 +193,28 @@ def test_micro_batches_change_nothing_but_rounding(text, tmp_path):
 
 def test_directory_of_another_config_is_refused_by_name(uninterrupted, text):
     _, _, folder = uninterrupted
-    population.open_directory(tiny_study().run("q0", 6), folder)
+    population.open_directory(tiny_study().run("q0", 6), folder, text)
     changed = tiny_study(0, "q0.lr_floor=0.1").run("q0", 8)
     with pytest.raises(ValueError, match=r"method\.lr_floor is 0\.08 there and 0\.1 here"):
         trajectory.train_population(changed, text, directory=folder, progress=False)
+
+
+def test_a_changed_text_is_refused_and_nothing_is_touched(text, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(some_messages().read_text(encoding="utf-8"), encoding="utf-8")
+    run = tiny_study(0, f"corpus.source={path}").run("q0", 2)
+    folder = tmp_path / "run"
+    mine = corpus.load(run.corpus, tmp_path / "cache")
+    trajectory.train_population(run, mine, directory=folder, progress=False)
+    before = {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    path.write_text("\n".join(reversed(lines)), encoding="utf-8")
+    other = corpus.load(run.corpus, tmp_path / "cache")
+    for epochs in (2, 4):
+        longer = tiny_study(0, f"corpus.source={path}").run("q0", epochs)
+        with pytest.raises(ValueError, match=r"another text \(its source has changed\): fitness"):
+            trajectory.train_population(longer, other, directory=folder, progress=False)
+    assert {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()} == before
 
 
 def test_a_failed_save_leaves_the_last_good_state(uninterrupted, text, tmp_path, monkeypatch):
@@ -199,12 +244,117 @@ def test_a_damaged_checkpoint_is_named(text, tmp_path):
         train(run, text, tmp_path)
 
 
-def test_an_infinite_loss_is_an_error(text, tmp_path, monkeypatch):
-    one = trajectory.Trajectory(tiny_study().run("q0", 2), 0, text, tmp_path)
+@pytest.mark.parametrize("broken", ["loss", "gradient", "snapshot"])
+def test_numbers_that_are_not_finite_are_an_error_and_leave_no_member(
+    text, tmp_path, monkeypatch, broken
+):
+    run = tiny_study().run("q0", 2)
+    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    if broken == "loss":
+        with torch.no_grad():
+            one.model.embedding.weight.fill_(float("nan"))
+    elif broken == "gradient":
+        backward = one._backward
+
+        def spoiled(*args):
+            loss = backward(*args)
+            if one.step == 8:  # the last step of the cycle
+                one.model.head.weight.grad[0, 0] = float("inf")
+            return loss
+
+        monkeypatch.setattr(one, "_backward", spoiled)
+    else:
+        monkeypatch.setattr(
+            population, "held_out_log_probs", lambda *args: torch.tensor([0.0, float("nan")])
+        )
+    with pytest.raises(FloatingPointError, match=r"not finite|training loss is"):
+        one.train(1, lambda: False, tqdm(disable=True))
+    assert not population.member_path(tmp_path, 0, 0).exists()
+
+
+def test_perturbation_has_its_size_on_every_tensor_and_repeats(text, tmp_path):
+    run = tiny_study(0, "q0.perturb_start=0.3", "model.width=64").run("q0", 4)
+    shaken = []
+    for folder in ("a", "b"):
+        one = trajectory.Trajectory(run, 0, text, tmp_path / folder)
+        before = {name: value.detach().clone() for name, value in one.model.named_parameters()}
+        one.cycle = 1
+        one._perturb()
+        shaken.append({name: value - before[name] for name, value in one.model.named_parameters()})
+    for name, change in shaken[0].items():
+        assert torch.equal(change, shaken[1][name])
+        expected = 0.3 * before[name].std(correction=0)
+        if before[name].numel() > 2000:
+            assert float(change.detach().std()) == pytest.approx(float(expected), rel=0.08), name
+        elif expected == 0:
+            assert not change.any()
+
+
+def test_training_loss_with_teacher_and_multi_token_is_the_papers(text, tmp_path):
+    overrides = ("model.multi_token=true", "study.precision=fp32", "methods.dropout=0",
+                 "q0.distill_after=0", "q0.multi_token_weight=0.3")  # fmt: skip
+    run = tiny_study(0, *overrides).run("q0", 2)
+    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    other = trajectory.Trajectory(
+        tiny_study(1, *overrides).run("q0", 2), 0, text, tmp_path / "other"
+    )
+    for each in (one, other):
+        with torch.no_grad():
+            for parameter in each.model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(3)))
+    one.newest = other.model.eval()
+    block = torch.from_numpy(one.stream.rows(0, 4))
+    one._backward(block, 4 * 32, True)
+    got = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None}
+    one.model.zero_grad()
+
+    def logits(model, hidden):
+        return 15 * torch.tanh(model.head(hidden) / 15)
+
+    inputs, following = block[:, :-1], block[:, 1:]
+    hidden = one.model(inputs)
+    student = logits(one.model, hidden).flatten(0, 1)
+    ce = F.cross_entropy(student, following.flatten())
+    ahead = logits(one.model, one.model.forward_next(hidden, following))[:, :-1]
+    extra = F.cross_entropy(ahead.flatten(0, 1), following[:, 1:].flatten(), reduction="sum")
     with torch.no_grad():
-        one.model.embedding.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="training loss is nan at step 0 of cycle 0"):
+        taught = (logits(other.model, other.model(inputs)).flatten(0, 1) / 1.2).log_softmax(-1)
+    kl = F.kl_div((student / 1.2).log_softmax(-1), taught, log_target=True, reduction="batchmean")
+    loss = 0.55 * (ce + 0.3 * extra / 128) + 0.45 * 1.2**2 * kl
+    loss.backward()
+    for name, parameter in one.model.named_parameters():
+        if name in got:
+            torch.testing.assert_close(got[name], parameter.grad, rtol=2e-3, atol=2e-6)
+
+
+def test_layers_loop_from_the_fraction_asked_for(text, tmp_path):
+    run = tiny_study(0, "model.loop_end=1", "model.loop_passes=3", "ensemble.loop_from=0.5").run(
+        "ensemble", 2
+    )
+    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    spent = []
+    for _ in range(9):
         one.train_step()
+        spent.append(one.spent["flops"])
+    per_step = np.diff([0.0, *spent])
+    assert len(set(per_step[:5])) == 1, "steps 0 .. 4 are the first half of nine"
+    assert len(set(per_step[5:])) == 1
+    assert per_step[5] > 1.2 * per_step[4]
+
+
+def test_unknown_device_is_refused_before_anything_is_written(text, tmp_path):
+    run = with_runtime(tiny_study().run("q0", 2), device="gpu")
+    with pytest.raises(ValueError, match=r"runtime\.device must be auto, cpu, .* got 'gpu'"):
+        trajectory.train_population(run, text, directory=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_going_on_under_other_settings_warns(text, tmp_path):
+    run = tiny_study().run("q0", 4)
+    with pytest.raises(trajectory.Stopped):
+        train(run, text, tmp_path, 3)
+    with pytest.warns(UserWarning, match="micro_batch 2.*was begun under.*micro_batch 0"):
+        trajectory.Trajectory(with_runtime(run, micro_batch=2), 0, text, tmp_path)
 
 
 def test_threads_and_signal_handlers_are_given_back(text, tmp_path):
@@ -258,8 +408,6 @@ def test_a_teacher_kept_from_the_start(text, tmp_path):
     teachers = []
     leave = one._leave_member
     one._leave_member = lambda: (teachers.append(one.teacher), leave())
-    from tqdm import tqdm
-
     one.train(4, lambda: False, tqdm(disable=True))
     assert teachers[0] is None
     assert teachers[1] is teachers[2]
