@@ -305,6 +305,16 @@ def multipliers(
     return pd.DataFrame(rows, columns=[*columns, "cases"])
 
 
+def short_label(table: pd.DataFrame, method: str = "q0", reference: str = "ensemble") -> str:
+    """The multiplier on epochs for the margin of a figure: "2.2x [1.9, 2.5]"."""
+    rows = table[(table.method == method) & (table.reference == reference)]
+    row = rows[rows.axis == "epochs"].iloc[0]
+    if np.isnan(row.multiplier):
+        return f"{row.reached} of {row.seeds} seeds cross"
+    span = f" [{row.low:.1f}, {row.high:.1f}]" if row.seeds > 1 else ""
+    return f"{row.multiplier:.1f}x fewer epochs{span}"
+
+
 def multiplier_sentence(table: pd.DataFrame) -> str:
     """The headline of a table of `multipliers`, for a terminal or the foot of a figure."""
     lines = []
