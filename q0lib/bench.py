@@ -208,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each figure (default 3)")
     given = parser.parse_args(argv)
     try:
+        if not given.seconds > 0:
+            raise ValueError(f"seconds must be > 0, got {given.seconds:g}")
         study = config.preset(given.preset)
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -100,6 +100,7 @@ def by_folds(
 ) -> float:
     """The parameter of `grid` with the lowest loss on held-out fitness documents."""
     ids, index = np.unique(documents, return_inverse=True)
+    folds = min(folds, len(ids))
     fold = (np.random.default_rng(0).permutation(len(ids)) % folds)[index]
 
     def loss(parameter: float) -> float:

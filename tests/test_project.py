@@ -81,7 +81,7 @@ def test_committed_notebooks_are_what_their_code_and_tables_give(notebook):
     assert publish.stale(notebook) is None
 
 
-@pytest.mark.parametrize("module", ["sweep", "study", "publish", "bench"])
+@pytest.mark.parametrize("module", ["sweep", "study", "publish", "bench", "variations"])
 def test_help_exits_at_once(module):
     result = subprocess.run(
         [sys.executable, "-m", f"q0lib.{module}", "--help"], capture_output=True, text=True
