@@ -230,7 +230,8 @@ def by_choice(
     _plain_ticks(ax, sorted(frame[x].unique()))
     ax.set(xlabel=xlabel, ylabel=ylabel)
     handles = [Line2D([], [], color=CHOICE_COLORS[name], marker="o", ms=4) for name in choices]
-    ax.legend(handles, [CHOICE_LABELS[name] for name in choices])
+    labels = [CHOICE_LABELS[name] for name in choices]
+    ax.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def efficiency_curve(
