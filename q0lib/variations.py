@@ -31,24 +31,27 @@ Fit = Callable[[np.ndarray, float], np.ndarray]  # (P[M, T], parameter) -> weigh
 
 def log_distributions(members: population.Population, text: corpus.Text, split: str) -> Tensor:
     """log p of every token of the vocabulary, fp32 [M, T, V], at each scored position."""
-    rows = corpus.held_out_rows(text[split].tokens, text_context := members.run.model.context)
-    tokens = torch.from_numpy(corpus.held_out(text[split], text_context, 0, rows))
-    softcap, made = members.run.model.softcap, []
+    rows = corpus.held_out_rows(text[split].tokens, context := members.run.model.context)
+    tokens = torch.from_numpy(corpus.held_out(text[split], context, 0, rows))
+    softcap, vocab_size = members.run.model.softcap, members.run.model.vocab_size
+    made = torch.empty(len(members), rows * context, vocab_size)
     for member in range(len(members)):
         model = GPT(members.run.model).eval()
         model.load_state_dict(population.read_weights(members.weights_path(member)), strict=True)
         with torch.no_grad():
             logits = model.head(model(tokens[:, :-1])).flatten(0, 1)
         capped = softcap * torch.tanh(logits / softcap) if softcap else logits
-        made.append(capped.log_softmax(-1))
-    return torch.stack(made)
+        made[member] = capped.log_softmax(-1)
+    return made
 
 
 def tempered(log_p: Tensor, targets: Tensor, temperature: float) -> np.ndarray:
     """Probabilities [M, T] of the targets when each distribution is taken at a temperature."""
-    scaled = log_p / temperature
-    chosen = scaled.gather(2, targets.expand(len(log_p), -1)[..., None])[..., 0]
-    return (chosen - scaled.logsumexp(-1)).exp().numpy()
+    rows = []
+    for member in log_p:  # one at a time: [T, V] is large enough
+        scaled = member / temperature
+        rows.append(scaled.gather(1, targets[:, None])[:, 0] - scaled.logsumexp(-1))
+    return torch.stack(rows).exp().numpy()
 
 
 def geometric_weights(log_p: Tensor, targets: Tensor) -> Tensor:
