@@ -146,7 +146,7 @@ def test_bad_arguments_are_one_sentence_and_run_nothing(tmp_path, capsys):
         (notebook, "-p", "seed=NaN"): "parameter seed cannot be nan",
         (notebook, "-g", "seed="): "the grid of seed must be a list of values, at least one",
         (notebook, "--jobs", "0"): "jobs must be > 0, got 0",
-        (notebook, "--timeout", "-1"): "jobs and timeout must be > 0, got 1 and -1.0",
+        (notebook, "--timeout", "-1"): "timeout must be > 0 seconds, got -1.0",
         (notebook, "--input", "missing.csv"): "No such file or directory",
         (bare, "-p", "seed=1"): "has no code cell tagged 'parameters'",
         (tmp_path / "text.ipynb",): "is not a notebook",
