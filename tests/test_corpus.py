@@ -167,6 +167,8 @@ def test_no_network_fails_at_once_and_says_what_to_do(tmp_path, monkeypatch):
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     started = time.monotonic()
     for source, tokenizer in (("fineweb", "some.json"), ("sotu", "gpt2")):
         settings = dataclasses.replace(CORPUS, source=source, tokenizer=tokenizer)
