@@ -72,9 +72,7 @@ def check_sizes(ks: Sequence[int], members: int) -> list[int]:
     return sorted(set(ks))
 
 
-def chosen_k(
-    population: Population, ks: Sequence[int], choice: prior.Choice = "truncate"
-) -> int:  # fmt: skip
+def chosen_k(population: Population, ks: Sequence[int], choice: prior.Choice = "truncate") -> int:
     """The K of `ks` with the lowest cross-validated loss over fitness documents.
 
     On the text that fitted the weights more members always look better; held-out documents of the

@@ -40,7 +40,7 @@ def train(
     with _member_bar(runs):
         trained = sweep.sweep(
             paths.NOTEBOOKS / "train_population.ipynb",
-            {"preset": preset, "epochs": epochs},
+            {"preset": preset, "epochs": float(epochs)},  # 48 and 48.0 are one point
             {"seed": list(seeds), "method": list(methods)},
             jobs=jobs,
             # A point that was done is not skipped when its population has gone since.

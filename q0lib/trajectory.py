@@ -2,7 +2,8 @@
 
 The state of a trajectory is its weights, its optimizers, its teacher and its step. Everything
 else (learning rate, batch, dropout draws, perturbation) is a pure function of the config, the
-seed and the step, so a run that was stopped goes on bit for bit.
+seed and the step, so a run that was stopped goes on bit for bit, on a CPU and at the same
+`Runtime` settings.
 """
 
 import math
@@ -108,7 +109,7 @@ def estimate(run: config.Run) -> dict[str, float]:
     fixed += parameters * len(layer_passes(model)) // model.layers * 2
     rows = run.runtime.micro_batch or method.batch_tokens // model.context
     active = 50 * rows * model.context * model.width * len(layer_passes(model))
-    active += 6 * 4 * distill.GPU_CHUNK_ELEMENTS if run.runtime.device != "cpu" else 0
+    active += 6 * 4 * min(distill.GPU_CHUNK_ELEMENTS, rows * model.context * model.vocab_size)
     return {
         "parameters": parameters,
         "tokens": tokens,

@@ -60,6 +60,17 @@ def test_resume_is_bit_exact_wherever_it_stopped(uninterrupted, text, tmp_path, 
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_estimate_foretells_what_training_spends(uninterrupted):
+    run, whole, _ = uninterrupted
+    need = trajectory.estimate(run)
+    assert need["parameters"] == sum(p.numel() for p in GPT(run.model).parameters())
+    assert need["taught"] == pytest.approx(2 / 3), "two of three cycles have a teacher"
+    assert need["tokens"] == pytest.approx(whole.members.tokens.max(), rel=0.1)
+    per_token = whole.flops / whole.members.tokens.max()
+    assert need["flops"] / need["tokens"] == pytest.approx(per_token, rel=1e-6)
+    assert need["memory"] < 100e6, "a tiny model needs no gigabyte"
+
+
 def test_a_longer_run_begins_with_the_shorter_one(uninterrupted, text, tmp_path):
     run, whole, _ = uninterrupted
     short = tiny_study().run("q0", 2)
