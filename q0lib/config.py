@@ -169,6 +169,9 @@ class Method(_Checked):
     temperature: float = 1.2
     distill_after: int = 8  # cycles (chain) or members (previous_member) that train without
     teacher_every: int = 1  # cycles between refreshes of the teacher
+    # Above 0 a trajectory is one ordinary run, one fall of the learning rate from start to end,
+    # and its `cycles` snapshots are evenly spaced in this last fraction of it (paper, table 3).
+    tail: float = 0.0
 
     ema_decay: float = 0.95
     ema_fraction: float = 0.0  # the snapshot averages weights over this last part of its cycle
@@ -186,7 +189,7 @@ class Method(_Checked):
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         free = [self.trajectories, self.cycles, self.epochs_per_cycle].count(0)
-        unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha")
+        unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha", "tail")
         rates = (
             "matrix_lr",
             "embedding_lr",
@@ -215,6 +218,10 @@ class Method(_Checked):
             ("teacher", self.teacher in _TEACHER, f"one of {_TEACHER}"),
             ("teacher", self.teacher != "previous_member" or self.cycles == 1,
              "none or chain where a trajectory has more than one cycle"),
+            *((name, not self.tail or getattr(self, name) == off, f"{off} with a tail: its "
+               "snapshots are of one ordinary run")
+              for name, off in (("teacher", "none"), ("perturb_start", 0), ("perturb_end", 0),
+                                ("ema_fraction", 0), ("edge_batch_tokens", 0))),
             ("cycles", free == 1, "such that exactly one of trajectories, cycles and "
              "epochs_per_cycle is 0 (that one takes what the budget leaves)"),
         ]  # fmt: skip
@@ -257,18 +264,19 @@ class Run:
 
     @property
     def decides(self) -> dict[str, Any]:
-        """What decides every number of the run; its extent (N, C) is left out, by prefix."""
+        """What decides every number of the run; its extent (N, C) is left out, by prefix.
+
+        `tail` came later than the first runs: a run without one keeps its key. With one, C counts.
+        """
+        method = dataclasses.asdict(self.method) | {"cycles": self.cycles}
+        left_out = ("trajectories",) if self.method.tail else ("trajectories", "cycles", "tail")
         return {
             "recipe": RECIPE,
             "seed": self.seed,
             "precision": self.precision,
             "corpus": dataclasses.asdict(self.corpus),
             "model": dataclasses.asdict(self.model),
-            "method": {
-                key: value
-                for key, value in dataclasses.asdict(self.method).items()
-                if key not in ("trajectories", "cycles")
-            },
+            "method": {key: value for key, value in method.items() if key not in left_out},
         }
 
     @property
@@ -451,8 +459,8 @@ def _studies() -> dict[str, Study]:
 
 
 def _family(methods: dict[str, Method]) -> dict[str, Method]:
-    """q0 and its baseline, with the two methods that follow from the baseline by a field."""
-    ensemble = methods["ensemble"]
+    """q0 and its baseline, with the methods that follow from them by a field or two."""
+    q0, ensemble = methods["q0"], methods["ensemble"]
     return {
         **methods,
         # The stronger baseline that the paper leaves out: each member distils the one before it.
@@ -460,6 +468,18 @@ def _family(methods: dict[str, Method]) -> dict[str, Method]:
             ensemble, teacher="previous_member", distill_after=1
         ),
         "single": dataclasses.replace(ensemble, trajectories=1, cycles=1, epochs_per_cycle=0.0),
+        # For budgets of a few epochs: one ordinary run, four snapshots in its last quarter.
+        "tail": dataclasses.replace(
+            q0,
+            trajectories=1,
+            cycles=4,
+            epochs_per_cycle=0.0,
+            tail=0.25,
+            teacher="none",
+            perturb_start=0.0,
+            perturb_end=0.0,
+            edge_batch_tokens=0,
+        ),
     }
 
 

@@ -64,18 +64,28 @@ class Cycle(NamedTuple):
     rows_per_step: int
 
 
-def plan(
-    cycles: int, epochs: float, rows_per_epoch: int, rows_per_step: Sequence[int]
-) -> list[Cycle]:
-    """The first `cycles` cycles of `epochs` each, in whole batches of rows_per_step[c] rows.
+def snapshot_epochs(cycles: int, epochs_per_cycle: float, tail: float = 0.0) -> list[float]:
+    """Epochs of a trajectory after which its snapshots are taken, one a cycle.
 
-    A cycle ends at the batch border nearest to its share of the epochs, counted from the start of
-    training, so that rounding does not add up. Every cycle has at least one step.
+    With a `tail` they are evenly spaced in that last fraction of its cycles * epochs_per_cycle
+    epochs instead, the last at the end (paper, table 3).
+    """
+    if not tail:
+        return [(cycle + 1) * epochs_per_cycle for cycle in range(cycles)]
+    return [
+        epochs_per_cycle * (cycles - tail * (cycles - 1 - snapshot)) for snapshot in range(cycles)
+    ]
+
+
+def plan(ends: Sequence[float], rows_per_epoch: int, rows_per_step: Sequence[int]) -> list[Cycle]:
+    """Cycles that end after `ends[c]` epochs each, in whole batches of rows_per_step[c] rows.
+
+    A cycle ends at the batch border nearest to its end, counted from the start of training, so
+    that rounding does not add up. Every cycle has at least one step.
     """
     planned, row = [], 0
-    for cycle in range(cycles):
-        rows = rows_per_step[cycle]
-        steps = max(1, round(((cycle + 1) * epochs * rows_per_epoch - row) / rows))
+    for end, rows in zip(ends, rows_per_step, strict=True):
+        steps = max(1, round((end * rows_per_epoch - row) / rows))
         planned.append(Cycle(row, steps, rows))
         row += steps * rows
     return planned

@@ -84,7 +84,8 @@ def plan(run: config.Run, text: corpus.Text, cycles: int | None = None) -> list[
         // run.model.context
         for c in range(count)
     ]
-    return schedule.plan(count, method.epochs_per_cycle, rows, per_step)
+    ends = schedule.snapshot_epochs(count, method.epochs_per_cycle, method.tail)
+    return schedule.plan(ends, rows, per_step)
 
 
 def estimate(run: config.Run) -> dict[str, float]:
@@ -188,9 +189,10 @@ class Trajectory:
     def train_step(self) -> float:
         """Take one optimizer step; returns the batch's cross-entropy, nats per token."""
         started = time.perf_counter()
-        method, (start, steps, rows) = self.method, self.plan[self.cycle]
+        method, (start, _, rows) = self.method, self.plan[self.cycle]
+        done, steps = self._progress
         # A cycle's last step runs at the floor; a cosine's last step is still worth taking.
-        at = self.step + 1 if method.schedule == "cyclic" else self.step
+        at = done + 1 if method.schedule == "cyclic" else done
         optim.scale(
             self.optimizers,
             schedule.lr_multiplier(at, steps, method.lr_floor, method.schedule),
@@ -200,7 +202,7 @@ class Trajectory:
         )
         block = torch.from_numpy(self.stream.rows(start + self.step * rows, rows))
         block = block.to(self.device)
-        looped = self.step >= method.loop_from * steps
+        looped = done >= method.loop_from * steps
         torch.manual_seed(self._seed(_DROPOUT, int(self.spent["steps"])))
         self.model.train()
         loss = 0.0
@@ -226,6 +228,14 @@ class Trajectory:
         self.step += 1
         self.cycle_loss += (loss - self.cycle_loss) / self.step
         return loss
+
+    @property
+    def _progress(self) -> tuple[int, int]:
+        """Steps done, and all steps, of the stretch over which the learning rate falls once."""
+        if not self.method.tail:
+            return self.step, self.plan[self.cycle].steps
+        before = sum(cycle.steps for cycle in self.plan[: self.cycle])
+        return before + self.step, sum(cycle.steps for cycle in self.plan)
 
     def _backward(self, rows: Tensor, total: int, looped: bool) -> float:
         """Add the gradient of some rows [n, context + 1] of a batch; return their share of CE."""

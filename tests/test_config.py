@@ -38,6 +38,7 @@ def test_numbers_that_arrive_as_strings_are_cast_or_refused():
         (lambda: config.Method(epochs_per_cycle=0), r"exactly one of trajectories, cycles"),
         (lambda: config.Method(epochs_per_cycle=-1), r"epochs_per_cycle must be >= 0, got -1"),
         (lambda: config.Method(temperature=0), r"temperature must be > 0, got 0"),
+        (lambda: config.Method(tail=0.5), r"teacher must be none with a tail"),
         (lambda: config.Model(heads=3, width=64), r"heads must be such that"),
         (lambda: config.preset("quick", overrides="q0.alpha=1"), r"must be a list of section"),
         (lambda: config.preset("quick", overrides=["corpus.fitness_tokens=100"]),
@@ -74,6 +75,19 @@ def test_key_names_what_decides_and_nothing_else():
                    "study.precision=fp32"):  # fmt: skip
         assert config.preset("cpu", overrides=[change]).run("q0", 64).key != key, change
     assert study.run("single", 8).key != study.run("single", 16).key
+    two, four = (
+        config.preset("cpu", overrides=[f"tail.cycles={n}"]).run("tail", n) for n in (2, 4)
+    )
+    assert two.method.epochs_per_cycle == four.method.epochs_per_cycle
+    assert two.key != four.key, "a tail's snapshots stand elsewhere when there are more of them"
+
+
+def test_keys_outlive_a_release():
+    """Committed tables name runs by their keys: a field added at its default must not move them."""
+    defaults = dataclasses.replace(
+        config.preset("cpu"), corpus=config.Corpus(), methods={"q0": config.Method()}
+    )
+    assert defaults.run("q0", 64).key == "3cc0e36544a7"
 
 
 @pytest.mark.parametrize("name", ["quick", "cpu", "gpu", "paper"])

@@ -58,7 +58,8 @@ def test_batch_is_small_in_the_outer_quarters():
     st.lists(st.integers(1, 9), min_size=40, max_size=40),
 )
 def test_cycles_follow_on_each_other_and_keep_to_their_epochs(cycles, epochs, rows, sizes):
-    planned = schedule.plan(cycles, epochs, rows, sizes)
+    ends = schedule.snapshot_epochs(cycles, epochs)
+    planned = schedule.plan(ends, rows, sizes[:cycles])
     assert planned[0].first_row == 0
     for c, cycle in enumerate(planned):
         end = cycle.first_row + cycle.steps * cycle.rows_per_step
@@ -68,11 +69,25 @@ def test_cycles_follow_on_each_other_and_keep_to_their_epochs(cycles, epochs, ro
             assert planned[c + 1].first_row == end
         if all(each.steps > 1 for each in planned[: c + 1]):  # no cycle had to be stretched
             assert abs(end - (c + 1) * epochs * rows) <= sizes[c] / 2 + 1e-6
-    assert planned[: cycles // 2] == schedule.plan(cycles // 2, epochs, rows, sizes)
+    half = cycles // 2
+    assert planned[:half] == schedule.plan(ends[:half], rows, sizes[:half])
+
+
+@pytest.mark.parametrize(
+    ("cycles", "epochs", "tail", "ends"),
+    [
+        (3, 2.0, 0.0, [2, 4, 6]),
+        (4, 1.0, 0.25, [3.25, 3.5, 3.75, 4]),  # table 3: three epochs, and four in the last
+        (4, 0.25, 0.15, [0.8875, 0.925, 0.9625, 1]),  # table 3: four in the last 0.15 epoch
+        (4, 1.0, 1.0, [1, 2, 3, 4]),
+    ],
+)
+def test_snapshots_stand_where_table_3_has_them(cycles, epochs, tail, ends):
+    assert schedule.snapshot_epochs(cycles, epochs, tail) == pytest.approx(ends)
 
 
 def test_steps_out_of_a_cycle_are_an_error():
-    assert schedule.plan(2, 2, 194, [8, 8]) == [(0, 48, 8), (384, 49, 8)]
+    assert schedule.plan([2, 4], 194, [8, 8]) == [(0, 48, 8), (384, 49, 8)]
     with pytest.raises(ValueError, match="got 5 of 4"):
         schedule.lr_multiplier(5, 4)
 

@@ -181,6 +181,19 @@ def test_ensemble_members_are_independent_and_distilled_ones_are_not(text, tmp_p
     assert not list((tmp_path / "plain").glob("*/checkpoint.pt")), "no longer run goes on from it"
 
 
+def test_a_tail_ends_as_one_ordinary_run_does_and_leaves_snapshots_on_its_way(text, tmp_path):
+    ordinary = ["tail.cycles=1", "tail.tail=0"]
+    one = train(tiny_study(0, *ordinary).run("tail", 3), text, tmp_path / "one")
+    four = train(tiny_study().run("tail", 3), text, tmp_path / "four")
+    assert np.array_equal(four.P["test"][-1], one.P["test"][0])
+    with pytest.raises(trajectory.Stopped):
+        train(tiny_study().run("tail", 3), text, tmp_path / "again", stop_at=12)
+    assert same(train(tiny_study().run("tail", 3), text, tmp_path / "again"), four)
+    ends = four.members.epochs.to_numpy()
+    assert ends == pytest.approx([2.44, 2.63, 2.81, 3], abs=0.12), "a step is 0.22 epochs"
+    assert (np.diff(ends) > 0).all()
+
+
 def test_average_covers_the_last_part_of_the_cycle(text, tmp_path):
     run = tiny_study(0, "ensemble.ema_fraction=0.34", "ensemble.ema_decay=0.5").run("ensemble", 2)
     run = with_runtime(run, keep_weights=True)
