@@ -155,7 +155,7 @@ class Trajectory:
         began = saved = time.monotonic()
         before = self.spent["wall_seconds"]
         while self.cycle < cycles:
-            if self.step == 0 and self.cycle > 0:
+            if self.step == 0 and self.cycle > 0 and not self.method.tail:
                 self._perturb()
             loss = self.train_step()
             bar.update()

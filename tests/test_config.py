@@ -38,7 +38,7 @@ def test_numbers_that_arrive_as_strings_are_cast_or_refused():
         (lambda: config.Method(epochs_per_cycle=0), r"exactly one of trajectories, cycles"),
         (lambda: config.Method(epochs_per_cycle=-1), r"epochs_per_cycle must be >= 0, got -1"),
         (lambda: config.Method(temperature=0), r"temperature must be > 0, got 0"),
-        (lambda: config.Method(tail=0.5), r"teacher must be none with a tail"),
+        (lambda: config.Method(tail=1.5), r"tail must be between 0 and 1, got 1\.5"),
         (lambda: config.Model(heads=3, width=64), r"heads must be such that"),
         (lambda: config.preset("quick", overrides="q0.alpha=1"), r"must be a list of section"),
         (lambda: config.preset("quick", overrides=["corpus.fitness_tokens=100"]),
