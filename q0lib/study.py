@@ -35,18 +35,46 @@ def train(
         ValueError: an unknown preset or method, a bad seed or budget, before anything runs.
         RuntimeError: a population failed; says which, and why.
     """
-    studies = [config.preset(preset, seed=seed) for seed in seeds]
-    runs = [study.run(method, epochs) for study in studies for method in methods]
-    with _member_bar(runs):
-        trained = sweep.sweep(
-            paths.NOTEBOOKS / "train_population.ipynb",
-            {"preset": preset, "epochs": float(epochs)},  # 48 and 48.0 are one point
-            {"seed": list(seeds), "method": list(methods)},
-            jobs=jobs,
-            # A point that was done is not skipped when its population has gone since.
-            force=not all(population.is_complete(run) for run in runs),
+    return train_points(
+        [
+            {"preset": preset, "method": method, "seed": seed, "epochs": float(epochs),
+             "overrides": []}
+            for seed in seeds
+            for method in methods
+        ],
+        jobs,
+    )  # fmt: skip
+
+
+def train_points(points: Sequence[dict[str, Any]], jobs: int = 2) -> list[config.Run]:
+    """Train the populations of `points`, sets of parameters of the notebook that sweeps run.
+
+    A point is what `config.preset` and `Study.run` take: preset, seed, overrides, method, epochs.
+    Complete populations are reused. Returns the runs, in the order of the points.
+
+    Raises:
+        ValueError, RuntimeError: as `train`.
+    """
+    runs = [
+        config.preset(point["preset"], seed=point["seed"], overrides=point["overrides"]).run(
+            point["method"], point["epochs"]
         )
-    _say(trained)
+        for point in points
+    ]
+    missing = [not population.is_complete(run) for run in runs]
+    if reused := len(points) - sum(missing):
+        print(f"     complete already, reused: {reused} of {len(points)} populations")
+    if any(missing):
+        with _member_bar(runs):
+            trained = sweep.sweep(
+                paths.NOTEBOOKS / "train_population.ipynb",
+                {},
+                {},
+                listed=[point for point, lacks in zip(points, missing, strict=True) if lacks],
+                jobs=jobs,
+                force=True,  # a point that was done is not skipped: its population has gone
+            )
+        _say(trained)
     return runs
 
 

@@ -123,22 +123,30 @@ def _child() -> None:
 
 
 def _points(
-    stem: str, fixed: Mapping[str, Any], grid: Mapping[str, Any], out: Path
+    stem: str,
+    fixed: Mapping[str, Any],
+    grid: Mapping[str, Any],
+    out: Path,
+    listed: Sequence[Mapping[str, Any]] = ({},),
 ) -> list[_Point]:
-    """The distinct points of `grid`, in order, each with its place in `out`; named by what varies,
-    or by the notebook's `stem`."""
-    if both := [name for name in fixed if name in grid]:
-        raise ValueError(f"parameter {both[0]} is both fixed and in the grid")
-    if taken := [name for name in {**fixed, **grid} if name in COLUMNS]:
+    """The distinct points of `grid` and `listed`, in order, each with its place in `out`; named by
+    what varies, or by the notebook's `stem`."""
+    names = [*fixed, *grid, *dict.fromkeys(name for point in listed for name in point)]
+    if both := [name for name, count in Counter(names).items() if count > 1]:
+        where = (
+            "fixed and in the grid" if both[0] in fixed and both[0] in grid else "listed and not"
+        )
+        raise ValueError(f"parameter {both[0]} is both {where}")
+    if taken := [name for name in names if name in COLUMNS]:
         raise ValueError(f"parameter {taken[0]} has the name of a column of the sweep's table")
     if empty := [n for n, v in grid.items() if isinstance(v, str) or not plain(n, list(v))]:
         raise ValueError(f"the grid of {empty[0]} must be a list of values, at least one")
     points = {}
-    for values in itertools.product(*grid.values()):
-        varied = dict(zip(grid, values, strict=True))
+    for one, *values in itertools.product(listed, *grid.values()):
+        varied = {**one, **dict(zip(grid, values, strict=True))}
         parameters = {name: plain(name, value) for name, value in {**fixed, **varied}.items()}
         identity = json.dumps(parameters, sort_keys=True)
-        label = ",".join(f"{name}={parameters[name]}" for name in grid) or stem
+        label = ",".join(f"{name}={parameters[name]}" for name in varied) or stem
         label = re.sub(r"[^\w.,=+-]+", "-", label, flags=re.ASCII)[:120]
         name = f"{label}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}.ipynb"
         points[identity] = _Point(parameters, out / name)
@@ -155,9 +163,11 @@ def sweep(
     timeout: float | None = None,
     force: bool = False,
     inputs: Sequence[Path] = (),
+    listed: Sequence[Mapping[str, Any]] = ({},),
 ) -> pd.DataFrame:
     """Run the missing points of `grid`, `jobs` at a time, into `out` (data/runs/sweeps/<notebook>).
 
+    `listed` holds sets of parameters that go together; each is combined with the whole grid.
     Returns a row for each point, kept as `<out>/sweep.csv`: its parameters, status (done, failed,
     or skipped since it was done before), seconds, reason of a failure, and output path. `timeout`
     is in seconds, for each cell; `force` runs also what could be skipped.
@@ -167,13 +177,14 @@ def sweep(
         Interrupted: after Ctrl-C, when the running points have been told to save and have gone.
     """
     notebook, node = Path(notebook).resolve(), read(notebook)
-    check(notebook, node, {**fixed, **grid})
+    for one in listed:
+        check(notebook, node, {**fixed, **grid, **one})
     if jobs < 1:
         raise ValueError(f"jobs must be > 0, got {jobs}")
     if not (timeout is None or 0 < timeout < math.inf):
         raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
     out = Path(out or paths.RUNS / "sweeps" / notebook.stem).resolve()
-    points = _points(notebook.stem, fixed, grid, out)
+    points = _points(notebook.stem, fixed, grid, out, listed)
     waiting: list[_Point] = []
     running: list[_Point] = []
     files = [str(Path(file).resolve()) for file in inputs]

@@ -159,10 +159,22 @@ def test_bad_arguments_are_one_sentence_and_run_nothing(tmp_path, capsys):
     for values in ("12", [], [object()]):
         with pytest.raises(ValueError, match="seed"):
             sweep.sweep(notebook, {}, {"seed": values}, out=tmp_path / "out")
+    with pytest.raises(ValueError, match="seed is both listed and not"):
+        sweep.sweep(notebook, {}, {"seed": [1]}, listed=[{"seed": 2}], out=tmp_path / "out")
     with pytest.raises(ValueError, match="no parameter 'epoch'"):
         nb.execute(notebook, tmp_path / "out.ipynb", {"epoch": 1})
     assert ran(tmp_path) == []
     assert not list(tmp_path.glob("out/*.ipynb"))
+
+
+def test_listed_points_are_combined_with_the_grid_and_none_runs_twice(tmp_path):
+    listed = [{"mode": "a", "values": [1]}, {"mode": "b"}, {"mode": "b"}]
+    points = sweep._points("n", {"where": ""}, {"seed": [1, 2]}, tmp_path, listed)
+    assert [point.parameters for point in points] == [
+        {"where": "", **one, "seed": seed} for one in listed[:2] for seed in (1, 2)
+    ]
+    assert len({point.output for point in points}) == 4
+    assert points[0].output.name.startswith("mode=a,values=-1-,seed=1-")
 
 
 def test_a_point_that_fails_is_told_with_its_reason_and_alone_redone(tmp_path, capsys):

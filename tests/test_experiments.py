@@ -1,0 +1,104 @@
+"""The list of runs that the measured study is made of: what each changes, and what it is for."""
+
+import dataclasses
+
+import pytest
+from conftest import tiny_study
+
+from q0lib import config, experiments, trajectory
+
+
+def changed(one: config.Run, other: config.Run) -> set[str]:
+    """The fields by which two runs differ, of what decides them."""
+    left, right = one.decides, other.decides
+    plain = {name for name in left if not isinstance(left[name], dict)}
+    found = {name for name in plain if left[name] != right[name]}
+    for section in ("corpus", "model", "method"):
+        found |= {
+            f"{section}.{name}"
+            for name in left[section].keys() | right[section].keys()
+            if left[section].get(name) != right[section].get(name)
+        }
+    return found
+
+
+@pytest.mark.parametrize("preset", list(experiments.EXTENTS))
+def test_every_experiment_resolves_to_its_budget(preset):
+    for each in experiments.plan(preset):
+        assert each.run(preset, 0).epochs == pytest.approx(each.epochs), each.label
+
+
+def test_an_ablation_differs_from_the_full_recipe_by_what_it_says():
+    runs = {each.label: each.run("cpu", 0) for each in experiments.plan("cpu", ["ablation"])}
+    full = runs.pop(experiments.FULL)
+    pace = {"method.epochs_per_cycle", "method.horizon", "method.distill_after"}
+    assert {label: changed(run, full) for label, run in runs.items()} == {
+        "no distillation": {"method.teacher"},
+        "teacher every second cycle": {"method.teacher_every"},
+        "flat weight decay": {"method.wd_schedule"},
+        "weight decay in phase": {"method.wd_schedule"},
+        "no perturbation": {"method.perturb_start", "method.perturb_end"},
+        "cycles of 1 epoch": pace,
+        "cycles of 4 epochs": pace,
+        "EMA in the cycle": {"method.ema_fraction"},
+    }
+    for run in runs.values():  # the teacher comes at the same epoch, however long a cycle is
+        assert run.method.distill_after * run.method.epochs_per_cycle == pytest.approx(
+            full.method.distill_after * full.method.epochs_per_cycle
+        )
+
+
+def test_prefixes_are_trained_once():
+    """The splits' own point, the ablations' full recipe and the small budgets' single models."""
+    main = {each.run("cpu", 1).directory for each in experiments.plan("cpu", ["main"])}
+    for part, label in (
+        ("splits", "16 models x 16 epochs"),
+        ("ablation", experiments.FULL),
+        ("small", "one model"),
+    ):
+        same = [each for each in experiments.plan("cpu", [part]) if each.label == label]
+        assert same
+        assert {each.run("cpu", 1).directory for each in same} <= main
+
+
+def test_the_reference_is_one_epoch_on_more_and_more_tokens():
+    runs = [each.run("cpu", 0) for each in experiments.plan("cpu", ["reference"])]
+    base = config.preset("cpu").corpus
+    assert {run.epochs for run in runs} == {1.0}
+    assert sorted({run.corpus.train_tokens / base.train_tokens for run in runs}) == [
+        1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20,
+    ]  # fmt: skip
+    assert len({dataclasses.replace(run.method) for run in runs}) == 1, "one recipe for all"
+    assert len({run.model for run in runs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts", "words"),
+    [
+        ("paper", ["main"], "for quick, cpu, not for 'paper'"),
+        ("cpu", ["mian"], "unknown part 'mian', known: main, "),
+    ],
+)
+def test_unknown_names_are_one_sentence(preset, parts, words, capsys):
+    with pytest.raises(ValueError, match=words):
+        experiments.plan(preset, parts)
+    assert experiments.main(["--preset", preset, "--parts", *parts]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_costs_are_measured_once_for_what_is_trained_once(text, runs):
+    study = tiny_study()
+    longer, shorter = (
+        (experiments.Experiment("main", name, "q0", epochs), study.run("q0", epochs))
+        for name, epochs in (("long", 4), ("short", 2))
+    )
+    before = experiments.cost_table([longer, shorter])
+    assert before.done.tolist() == [False, False]
+    assert before.shared.tolist() == [False, True]
+    trajectory.train_population(longer[1], text, progress=False)
+    after = experiments.cost_table([longer, shorter])
+    assert after.done.tolist() == [True, True]
+    assert 0 < after.core_hours[1] < after.core_hours[0]
+    parts = experiments.summarise(after)
+    assert parts.loc["all", "core_hours"] == after.core_hours[0]
+    assert parts.loc["main", ["runs", "done"]].tolist() == [1, 1]
