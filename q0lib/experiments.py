@@ -11,13 +11,16 @@ of a longer one) are trained once.
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from tqdm import tqdm
 
-from q0lib import config, population, study, sweep, trajectory
+from q0lib import config, paths, population, sweep, trajectory
 
 PARTS = ("main", "splits", "ablation", "reference", "small")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
@@ -25,42 +28,52 @@ FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 
 @dataclass(frozen=True)
 class Extent:
-    """How far the study goes at one preset; budgets in epochs."""
+    """How far the study goes at one preset; lengths in epochs."""
 
+    budgets: tuple[float, ...]  # at which the curves have points
+    q0: tuple[tuple[int, float], ...]  # trajectories, and how long each is
     ensemble: float
     splits: tuple[float, ...]  # epochs a member, beside the preset's
-    trajectories: int
-    trajectory: float
     single: tuple[float, ...]
     ablation: float
     small: tuple[float, ...]
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
-    sizes: dict[str, tuple[str, ...]]  # ... and its models
-    recipe: tuple[str, ...]  # ... and how all of them are trained
+    sizes: dict[str, tuple[str, ...]]  # ... of these models
+    recipe: tuple[str, ...]  # ... all trained like this
 
 
 _MULTIPLES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
 
+
+def _size(width: int, layers: int, heads: int) -> dict[str, tuple[str, ...]]:
+    shape = {"width": width, "layers": layers, "heads": heads}
+    return {f"width {width}": tuple(f"model.{name}={n}" for name, n in shape.items())}
+
+
 EXTENTS = {
     "quick": Extent(
-        ensemble=48, splits=(8,), trajectories=2, trajectory=48, single=(1, 2, 4, 8, 16, 32),
-        ablation=48, small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
-        sizes={
-            "width 64": ("model.width=64", "model.heads=2", "model.layers=2"),
-            "width 96": (),
-            "width 128": ("model.width=128", "model.heads=4", "model.layers=4"),
-        },
-        recipe=(),
+        budgets=(4, 8, 16, 24, 32, 48), q0=((1, 48), (2, 24)), ensemble=48, splits=(8,),
+        single=(1, 2, 4, 8, 16, 32), ablation=48, small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
+        sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4), recipe=(),
     ),
     "cpu": Extent(
-        ensemble=256, splits=(8, 32), trajectories=4, trajectory=128,
-        single=(1, 2, 4, 8, 16, 32, 64), ablation=128, small=(1, 2, 4, 8), multiples=_MULTIPLES,
-        sizes={
-            "width 96": ("model.width=96", "model.heads=3", "model.layers=3"),
-            "width 128": (),
-            "width 192": ("model.width=192", "model.heads=6", "model.layers=6"),
-        },
-        recipe=(),
+        budgets=(4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192,
+                 224, 256, 288, 320, 384, 448, 512),
+        q0=((4, 128),), ensemble=256, splits=(8, 32), single=(1, 2, 4, 8, 16, 32, 64),
+        ablation=128, small=(1, 2, 4, 8), multiples=_MULTIPLES,
+        sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6), recipe=(),
+    ),
+    "gpu": Extent(
+        budgets=(4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits=(16,),
+        single=(1, 2, 4, 8, 16, 32), ablation=32, small=(1, 2, 4, 8), multiples=_MULTIPLES,
+        sizes=_size(384, 6, 6) | _size(768, 12, 6) | _size(1280, 20, 10), recipe=(),
+    ),
+    "paper": Extent(
+        budgets=(8, 16, 32, 48, 64, 96, 128, 192, 256), q0=((2, 128),), ensemble=256,
+        splits=(16,), single=(1, 2, 4, 8, 16, 32), ablation=256, small=(1, 2, 4, 8),
+        multiples=_MULTIPLES,
+        recipe=("model.loop_start=0", "model.loop_end=0", "model.multi_token=false"),
+        sizes=_size(768, 12, 6) | _size(1280, 20, 10) | _size(1664, 26, 13),
     ),
 }  # fmt: skip
 
@@ -81,36 +94,36 @@ class Experiment:
         return chosen.run(self.method, self.epochs)
 
 
-def plan(preset: str, parts: Sequence[str] = PARTS) -> list[Experiment]:
-    """The experiments of a preset, in the order in which they are worth having.
+def plan(
+    preset: str, parts: Sequence[str] = PARTS, methods: Sequence[str] | None = None
+) -> list[Experiment]:
+    """The experiments of a preset, part by part, of all methods or of some.
 
     Raises:
-        ValueError: a preset without a measured study, or an unknown part.
+        ValueError: an unknown preset, part or method.
     """
-    if preset not in EXTENTS:
-        raise ValueError(f"there is a measured study for {', '.join(EXTENTS)}, not for {preset!r}")
+    base = config.preset(preset)
+    extent = EXTENTS[preset]
+    known = {"main": _main, "splits": _splits, "ablation": _ablations, "reference": _reference,
+             "small": _small}  # fmt: skip
     for part in parts:
-        if part not in PARTS:
-            raise ValueError(f"unknown part {part!r}, known: {', '.join(PARTS)}")
-    known = {
-        "main": _main,
-        "splits": _splits,
-        "ablation": _ablations,
-        "reference": _reference,
-        "small": _small,
-    }
-    extent, base = EXTENTS[preset], config.preset(preset)
-    return [experiment for part in parts for experiment in known[part](extent, base)]
+        if part not in known:
+            raise ValueError(f"unknown part {part!r}, known: {', '.join(known)}")
+    for method in methods or ():
+        if method not in base.methods:
+            raise ValueError(f"unknown method {method!r}, known: {', '.join(base.methods)}")
+    found = [experiment for part in parts for experiment in known[part](extent, base)]
+    return [each for each in found if methods is None or each.method in methods]
 
 
 def _main(extent: Extent, base: config.Study) -> list[Experiment]:
-    wide = (f"q0.trajectories={extent.trajectories}",)
     return [
         Experiment("main", "ensemble", "ensemble", extent.ensemble),
-        Experiment("main", "q0", "q0", extent.trajectory * extent.trajectories, wide),
+        *(Experiment("main", "q0", "q0", count * epochs, (f"q0.trajectories={count}",))
+          for count, epochs in extent.q0),
         Experiment("main", "distilled_ensemble", "distilled_ensemble", extent.ensemble),
         *(Experiment("main", "single", "single", epochs) for epochs in extent.single),
-    ]
+    ]  # fmt: skip
 
 
 def _splits(extent: Extent, base: config.Study) -> list[Experiment]:
@@ -174,21 +187,86 @@ def _small(extent: Extent, base: config.Study) -> list[Experiment]:
 
 
 def train(
-    preset: str, seeds: Sequence[int], parts: Sequence[str] = PARTS, jobs: int = 2
+    experiments: Sequence[Experiment], preset: str, seeds: Sequence[int], jobs: int = 2
 ) -> list[tuple[Experiment, config.Run]]:
-    """Train what is missing of the experiments, seed by seed, `jobs` runs at a time.
+    """Train what is missing of the experiments, seed by seed, `jobs` populations at a time.
+
+    Each goes through the notebook that sweeps run, in a process of its own; what is complete is
+    reused. Returns every experiment with its run.
 
     Raises:
-        ValueError, RuntimeError: as `study.train`.
+        ValueError: an unknown preset or method, a bad seed or budget, before anything runs.
+        RuntimeError: a population failed; says which, and why.
+        sweep.Interrupted: after Ctrl-C, with everything saved.
     """
-    found = [(each, each.run(preset, seed)) for seed in seeds for each in plan(preset, parts)]
+    found = [(each, each.run(preset, seed)) for seed in seeds for each in experiments]
+    complete = sum(population.is_complete(run) for _, run in found)
+    if complete:
+        print(f"     complete already, reused: {complete} of {len(found)} populations")
+    # Runs of one directory share trajectories, so they take turns: the longest first, and the
+    # others for what it lacks.
+    waves: list[dict[Path, tuple[Experiment, config.Run]]] = []
+    for each, run in sorted(found, key=lambda pair: -pair[1].cycles):
+        wave = next((wave for wave in waves if run.directory not in wave), None)
+        if wave is None:
+            waves.append(wave := {})
+        wave[run.directory] = each, run
+    for wave in waves:
+        missing = [pair for pair in found if pair in wave.values()]
+        missing = [(each, run) for each, run in missing if not population.is_complete(run)]
+        if missing:
+            _train_at_once(missing, preset, jobs)
+    return found
+
+
+def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int) -> None:
     points = [
         {"preset": preset, "method": each.method, "seed": run.seed, "epochs": float(each.epochs),
          "overrides": list(each.overrides)}
-        for each, run in found
+        for each, run in wave
     ]  # fmt: skip
-    study.train_points(points, jobs)
-    return found
+    with _member_bar([run for _, run in wave]):
+        table = sweep.sweep(
+            paths.NOTEBOOKS / "train_population.ipynb", {}, {}, listed=points, jobs=jobs,
+            force=True,  # a point that was done is not skipped: its population has gone
+        )  # fmt: skip
+    say(table)
+
+
+def say(table: pd.DataFrame) -> None:
+    """Print what came of each point of a sweep; RuntimeError if one failed."""
+    for row in table.itertuples():
+        word = {"skipped": "still valid, reused", "done": f"done in {row.seconds:.0f} s"}
+        status = str(row.status)
+        print(f"     {Path(str(row.output)).stem}: {word.get(status, f'{status}: {row.reason}')}")
+    failed = table[~table.status.isin(["done", "skipped"])]
+    if len(failed):
+        raise RuntimeError(f"{len(failed)} of {len(table)} failed: {failed.reason.iloc[0]}")
+
+
+@contextmanager
+def _member_bar(runs: Sequence[config.Run]) -> Iterator[None]:
+    """A bar of the snapshots that training leaves, counted in the run directories."""
+    members = {
+        population.member_path(run.directory, trajectory, cycle)
+        for run in runs
+        for trajectory in range(run.trajectories)
+        for cycle in range(run.cycles)
+    }
+    ended = threading.Event()
+    with tqdm(total=len(members), unit="snapshot", position=1, leave=False) as bar:
+
+        def watch() -> None:
+            while not ended.wait(1.0):
+                bar.update(sum(path.exists() for path in members) - bar.n)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
 
 
 def cost_table(found: Sequence[tuple[Experiment, config.Run]]) -> pd.DataFrame:
@@ -233,18 +311,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", default="cpu", help="quick or cpu (default)")
+    parser.add_argument("--preset", default="cpu", help="default: cpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--train", action="store_true", help="train what is missing")
     given = parser.parse_args(argv)
     try:
-        found = [(each, each.run(given.preset, seed)) for seed in given.seeds
-                 for each in plan(given.preset, given.parts)]  # fmt: skip
+        experiments = plan(given.preset, given.parts)
         if given.train:
-            train(given.preset, given.seeds, given.parts, given.jobs)
-        table = cost_table(found)
+            train(experiments, given.preset, given.seeds, given.jobs)
+        table = cost_table(
+            [(each, each.run(given.preset, seed)) for seed in given.seeds for each in experiments]
+        )
     except sweep.Interrupted:
         print("stopped; what was trained is saved, run it again to go on")
         return 130

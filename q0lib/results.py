@@ -4,9 +4,11 @@ One row a (method, seed, budget, K, choice); the choice is made on fitness text,
 all three splits stand beside it. Tables are small CSV files that notebooks read in seconds.
 """
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,6 +18,7 @@ from q0lib.model import forward_flops
 from q0lib.population import Population, load
 
 SPLITS = ("fitness", "validation", "test")
+DRAWS = 1000  # of test documents, for an interval
 PRIOR_TABLES = (
     "prior_fits",
     "prior_weights",
@@ -47,7 +50,7 @@ def selections(
     return pd.DataFrame(rows)
 
 
-def _origin(population: Population) -> dict[str, str]:
+def origin(population: Population) -> dict[str, str]:
     """The columns by which a number is walked back: the run's directory, and the commit."""
     directory = population.directory
     commit = str(population.members["commit"].iloc[-1])
@@ -87,29 +90,41 @@ def chosen_k(population: Population, ks: Sequence[int], choice: prior.Choice = "
     return min(held_out, key=lambda record: record.nll).k
 
 
+def budget_table(
+    populations: Sequence[Population], budgets: Sequence[float], ks: Sequence[int] = ()
+) -> pd.DataFrame:
+    """`budget_rows` of every population, and of its first 1, 2, ... trajectories if they have
+    cycles; what two of them contain is there once."""
+    blocks = []
+    for each in populations:
+        sizes = ks if each.run.cycles > 1 else ()
+        check_sizes(sizes, len(each))
+        counts = range(1, each.run.trajectories + 1) if each.run.cycles > 1 else [None]
+        for count in counts:
+            part = each if count is None else each.prefix(count, each.run.cycles)
+            blocks.append(budget_rows(part, budgets, sizes))
+    table = pd.concat(blocks, ignore_index=True)
+    keys = ["method", "seed", "epochs", "trajectories", "choice", "k"]
+    return table.drop_duplicates(keys, ignore_index=True)
+
+
 def budget_rows(
-    population: Population, budgets: Iterable[float], ks: Sequence[int] = ()
+    population: Population, budgets: Sequence[float], ks: Sequence[int] = ()
 ) -> pd.DataFrame:
     """The curve of one population: a block of `selections` for each budget it contains.
 
-    An ensemble is read off at its first members, a trajectory at its first cycles; budgets that
-    the population does not contain are left out. Each budget has the uniform mixture of all
-    members, the paper's truncated prior at all members and at every K of `ks` that it holds, and
-    the K chosen on fitness documents (column best_k true).
+    An ensemble is read off at its first members, trajectories with cycles at their first cycles;
+    budgets that the population does not contain are left out. Each budget has the uniform mixture
+    of all members, the paper's truncated prior at all members and at every K of `ks` that it
+    holds, and the K chosen on fitness documents (column best_k true).
 
     Raises:
-        ValueError: a K that is not among 1..M, or no budget that the population contains.
+        ValueError: no budget that the population contains.
     """
-    check_sizes(ks, len(population))
     run, frames = population.run, []
     for epochs in budgets:
-        cycles = epochs / (run.trajectories * run.method.epochs_per_cycle)
-        members = epochs / (run.cycles * run.method.epochs_per_cycle)
-        if abs(cycles - round(cycles)) < 1e-9 and 1 <= round(cycles) <= run.cycles:
-            part = population.prefix(run.trajectories, round(cycles))
-        elif abs(members - round(members)) < 1e-9 and 1 <= round(members) <= run.trajectories:
-            part = population.prefix(round(members), run.cycles)
-        else:
+        part = _part(population, epochs, run.trajectories)
+        if part is None:
             continue
         sizes = [*ks, len(part)]
         best = chosen_k(part, sizes)
@@ -117,6 +132,7 @@ def budget_rows(
         learned["best_k"] = learned.k == best
         uniform = selections(part, [len(part)], ["uniform"]).assign(best_k=False)
         table = pd.concat([uniform, learned], ignore_index=True)
+        table.insert(0, "trajectories", part.run.trajectories)
         table.insert(0, "epochs", epochs)
         frames.append(table)
     if not frames:
@@ -126,7 +142,22 @@ def budget_rows(
     table = pd.concat(frames, ignore_index=True)
     table.insert(0, "seed", run.seed)
     table.insert(0, "method", run.name)
-    return table.assign(**_origin(population))
+    return table.assign(**origin(population))
+
+
+def _part(population: Population, epochs: float, trajectories: int) -> Population | None:
+    """What the population was after `epochs` in all; None if it never was.
+
+    Its first `trajectories`, as far as they had come; an ensemble's first members.
+    """
+    run, tau = population.run, population.run.method.epochs_per_cycle
+    if run.cycles == 1:
+        trajectories = max(1, round(epochs / tau))
+    cycles = max(1, round(epochs / (trajectories * tau)))
+    fits = trajectories <= run.trajectories and cycles <= run.cycles
+    if not fits or abs(trajectories * cycles * tau - epochs) > 1e-9:
+        return None
+    return population.prefix(trajectories, cycles)
 
 
 def fitness_curve(
@@ -209,7 +240,7 @@ def prior_tables(
         }  # fmt: skip
         for name, block in blocks.items():
             block.insert(0, "seed", run.seed)
-            tables[name].append(block.assign(**_origin(part)))
+            tables[name].append(block.assign(**origin(part)))
     return {name: pd.concat(blocks, ignore_index=True) for name, blocks in tables.items()}
 
 
@@ -235,30 +266,82 @@ def _with_costs(population: Population, table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def epoch_curves(table: pd.DataFrame, ks: Sequence[int]) -> pd.DataFrame:
+def epoch_curves(
+    table: pd.DataFrame, ks: Sequence[int], protocol: Literal["clean", "paper"] = "clean"
+) -> pd.DataFrame:
     """The test-loss curves of a table of `budget_rows`, one row a (seed, method, budget).
 
     q0 gives a curve at its best K ("q0"), one of the uniform mixture of all its snapshots
-    ("q0_uniform"), and one for each fixed K that a budget holds ("q0_k8"); an ensemble is the
-    uniform mixture of all its members.
+    ("q0_uniform"), and one for each fixed K that a budget holds ("q0_k8"); any other method is
+    the uniform mixture of all its members. "clean" takes the K chosen on fitness documents and
+    the number of trajectories that is best on validation over the seeds; "paper" takes both by
+    the test loss that is reported, as the paper does with its validation loss.
 
-    Columns: seed, method, epochs, flops, k, loss.
+    Columns: seed, method, epochs, flops, trajectories, k, loss.
     """
+    judge = "validation" if protocol == "clean" else "test"
     curves = []
     for method, rows in table.groupby("method", sort=False):
+        uniform = rows[rows.choice == "uniform"]
+        if method != "q0":
+            curves.append(uniform)
+            continue
         learned = rows[rows.choice == "truncate"]
-        if method == "q0":
-            best = learned[learned.best_k.astype(bool)]
-            curves.append(best.assign(method="q0"))
-            curves.append(rows[rows.choice == "uniform"].assign(method="q0_uniform"))
-            check_sizes(ks, int(learned.k.max()))
-            curves += [learned[learned.k == k].assign(method=f"q0_k{k}") for k in ks]
-        else:
-            curves.append(rows[rows.choice == "uniform"])
+        check_sizes(ks, int(learned.k.max()))
+        best = learned[learned.best_k.astype(bool)]
+        if protocol == "paper":
+            best = learned.sort_values("test").drop_duplicates(["seed", "epochs", "trajectories"])
+        named = {"q0": best, "q0_uniform": uniform}
+        named |= {f"q0_k{k}": learned[learned.k == k] for k in ks}
+        curves += [
+            best_allocation(block, judge).assign(method=name)
+            for name, block in named.items()
+            if len(block)
+        ]
     curve = pd.concat(curves).drop_duplicates(["seed", "method", "epochs"])
     return curve.rename(columns={"test": "loss"})[
-        ["seed", "method", "epochs", "flops", "k", "loss"]
+        ["seed", "method", "epochs", "flops", "trajectories", "k", "loss"]
     ].reset_index(drop=True)
+
+
+def best_allocation(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The rows of the number of trajectories that is best at each budget, by the mean over seeds.
+
+    A number that some of the seeds have not trained does not stand for election.
+    """
+    means = rows.groupby(["epochs", "trajectories"])[by].agg(["mean", "size"]).reset_index()
+    seeds = means.groupby("epochs")["size"].transform("max")
+    means = means[means["size"] == seeds].sort_values(["epochs", "mean"])
+    return rows.merge(means.drop_duplicates("epochs")[["epochs", "trajectories"]])
+
+
+def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> pd.DataFrame:
+    """The test loss of every point of `curves`, document by document, for paired intervals.
+
+    One row a point, and one whose method is "tokens" with the scored tokens of each document;
+    columns method, seed, epochs, and d0, d1, ...: summed nats of a document.
+    """
+    _, index = np.unique(populations[0].documents["test"], return_inverse=True)
+    sums = {("tokens", -1, 0.0): np.bincount(index).astype(float)}
+    learned = ~curves.method.str.contains("uniform") & curves.method.str.startswith("q0")
+    curves = curves.assign(
+        choice=np.where(learned, "truncate", "uniform"),
+        base=curves.method.str.replace(r"_(k\d+|uniform)$", "", regex=True),
+    )
+    for (base, seed, epochs, count), points in curves.groupby(
+        ["base", "seed", "epochs", "trajectories"]
+    ):
+        ours = [each for each in populations if (each.run.name, each.run.seed) == (base, seed)]
+        part = next(filter(None, (_part(each, epochs, count) for each in ours)))
+        P = part.P["fitness"]
+        fitted = prior.fit_prior(P, "adamw") if "truncate" in set(points.choice) else None
+        for point in points.itertuples():
+            chosen = prior.select(P, int(point.k), point.choice, fitted)
+            nll = -ensemble.mixture_log_probs(chosen.weights, part.P["test"])
+            sums[point.method, seed, epochs] = np.bincount(index, weights=nll)
+    frame = pd.DataFrame(sums.values()).add_prefix("d")
+    keys = pd.DataFrame(sums.keys(), columns=["method", "seed", "epochs"])
+    return pd.concat([keys, frame], axis=1)
 
 
 def over_seeds(curves: pd.DataFrame) -> pd.DataFrame:
@@ -274,13 +357,17 @@ def over_seeds(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def multipliers(
-    curves: pd.DataFrame, references: Sequence[str] = ("ensemble", "distilled_ensemble")
+    curves: pd.DataFrame,
+    references: Sequence[str] = ("ensemble", "distilled_ensemble"),
+    documents: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """What each method saves against the last point of each reference, seed by seed.
 
     One row a (method, reference, axis) with axis epochs or flops: the mean multiplier over seeds
     with its 95% interval, which is nan when a seed has no crossing; `reached` counts the seeds
-    that have one, and `cases` says in words what each seed did.
+    that have one, and `cases` says in words what each seed did. The interval is Student's over
+    training seeds; with `documents` (`document_losses` of these curves) it also holds what other
+    test documents would have said, the two half-widths added as squares.
     """
     rows = []
     others = [name for name in curves.method.unique() if name not in references]
@@ -294,6 +381,10 @@ def multipliers(
                     values.append(float(found.multiplier))
                     cases.append(str(found.label))
                 mean, low, high = efficiency.interval(values)
+                if documents is not None:
+                    draws = _resampled_multipliers(curves, method, reference, axis, documents)
+                    half = math.hypot(high - mean, 1.96 * draws.std())
+                    low, high = mean - half, mean + half
                 rows.append(
                     {"method": method, "reference": reference, "axis": axis, "multiplier": mean,
                      "low": low, "high": high, "seeds": len(values),
@@ -301,6 +392,35 @@ def multipliers(
                 )  # fmt: skip
     columns = ["method", "reference", "axis", "multiplier", "low", "high", "seeds", "reached"]
     return pd.DataFrame(rows, columns=[*columns, "cases"])
+
+
+def _resampled_multipliers(
+    curves: pd.DataFrame, method: str, reference: str, axis: str, documents: pd.DataFrame
+) -> np.ndarray:
+    """Mean multipliers over seeds [draws], each on test documents drawn anew with replacement.
+
+    Every point of every curve sees the same draw. Where a draw shows no crossing, its bound (the
+    curve's last or first cost) stands in.
+    """
+    sums = documents.set_index(["method", "seed", "epochs"]).filter(regex=r"^d\d+$")
+    tokens = sums.loc["tokens"].to_numpy()[0]
+    draws = np.random.default_rng(0).multinomial(
+        len(tokens), np.full(len(tokens), 1 / len(tokens)), size=DRAWS
+    )
+    total, seeds = np.zeros(DRAWS), curves.seed.unique()
+    for seed in seeds:
+        of_seed = curves[curves.seed == seed].sort_values(axis)
+        ours, theirs = (of_seed[of_seed.method == name] for name in (method, reference))
+        losses = []
+        for rows in (ours, theirs.tail(1)):
+            points = [(row.method, seed, row.epochs) for row in rows.itertuples()]
+            losses.append(draws @ sums.loc[points].to_numpy().T / (draws @ tokens)[:, None])
+        x, cost = ours[axis].to_numpy(), float(theirs[axis].iloc[-1])
+        for draw in range(DRAWS):
+            matched = efficiency.matched_epochs(x, losses[0][draw], losses[1][draw, 0])
+            matched = x[-1] if math.isinf(matched) else x[0] if math.isnan(matched) else matched
+            total[draw] += cost / matched / len(seeds)
+    return total
 
 
 def short_label(table: pd.DataFrame, method: str = "q0", reference: str = "ensemble") -> str:
@@ -324,19 +444,6 @@ def multiplier_sentence(table: pd.DataFrame) -> str:
             value += f" [{row.low:.1f}, {row.high:.1f}], {row.seeds} seeds"
         lines.append(f"q0 matches the {row.reference} with fewer {row.axis}: {value}")
     return "\n".join(lines)
-
-
-def budgets_of(study: config.Study) -> list[float]:
-    """Epoch budgets for a curve of a study: every member of the ensemble, and some below.
-
-    Multiples of the ensemble's epochs a member up to the study's budget (at most eight), and a
-    quarter, a half and one and a half of the first.
-    """
-    member = study.methods["ensemble"].epochs_per_cycle
-    count = int(study.epochs / member)
-    whole = [member * n for n in range(1, count + 1, -(-count // 8))]
-    below = [member * share for share in (0.25, 0.5, 1.5) if member * share < study.epochs]
-    return sorted({*whole, *below, member * count})
 
 
 def write(table: pd.DataFrame, path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from q0lib import config, corpus, paths
+from q0lib import config, corpus, paths, population
 
 
 @functools.cache
@@ -53,3 +55,26 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def with_runtime(run: config.Run, **changes: object) -> config.Run:
     return dataclasses.replace(run, runtime=dataclasses.replace(run.runtime, **changes))
+
+
+def made(run: config.Run, members: int, tokens: int = 600, seed: int = 0) -> population.Population:
+    """A population of random but plausible probabilities; later members are better."""
+    rng = np.random.default_rng(seed)
+    common = rng.gamma(2.0, 1.0, tokens)
+    rows = []
+    for i in range(members):
+        rows.append(np.exp(-np.maximum(common + rng.normal(0, 0.5, tokens) + 1 / (i + 1), 0.01)))
+    P = {split: np.array(rows, dtype=np.float32) for split in corpus.HELD_OUT}
+    per = run.cycles
+    table = pd.DataFrame(
+        {
+            "trajectory": np.arange(members) // per,
+            "cycle": np.arange(members) % per,
+            "epochs": (np.arange(members) % per + 1) * run.method.epochs_per_cycle,
+            "flops": (np.arange(members) % per + 1) * 10.0,
+            **{f"{split}_loss": -np.log(rows).mean(1) for split, rows in P.items()},
+            "commit": "abc",
+        }
+    )
+    documents = {split: np.arange(tokens) // 30 for split in corpus.HELD_OUT}
+    return population.Population(run, run.directory, P, table, documents)

@@ -22,10 +22,23 @@ def changed(one: config.Run, other: config.Run) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("preset", list(experiments.EXTENTS))
-def test_every_experiment_resolves_to_its_budget(preset):
+@pytest.mark.parametrize("preset", config.PRESETS)
+def test_every_experiment_resolves_to_its_budget_and_curves_end_where_training_does(preset):
     for each in experiments.plan(preset):
         assert each.run(preset, 0).epochs == pytest.approx(each.epochs), each.label
+    extent = experiments.EXTENTS[preset]
+    assert extent.budgets[-1] == max(count * epochs for count, epochs in extent.q0)
+    assert extent.ensemble in extent.budgets
+    study = config.preset(preset)
+    member = study.methods["ensemble"].epochs_per_cycle
+    assert sum(budget % member == 0 for budget in extent.budgets) >= 2
+
+
+def test_methods_can_be_asked_for():
+    some = experiments.plan("quick", ["main"], ["q0", "ensemble"])
+    assert {each.method for each in some} == {"q0", "ensemble"}
+    with pytest.raises(ValueError, match="unknown method 'q9', known: q0, ensemble"):
+        experiments.plan("quick", ["main"], ["q9"])
 
 
 def test_an_ablation_differs_from_the_full_recipe_by_what_it_says():
@@ -75,7 +88,7 @@ def test_the_reference_is_one_epoch_on_more_and_more_tokens():
 @pytest.mark.parametrize(
     ("preset", "parts", "words"),
     [
-        ("paper", ["main"], "for quick, cpu, not for 'paper'"),
+        ("huge", ["main"], "unknown preset 'huge', known: quick, cpu, gpu, paper"),
         ("cpu", ["mian"], "unknown part 'mian', known: main, "),
     ],
 )

@@ -6,34 +6,9 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import tiny_study
+from conftest import made, tiny_study
 
-from q0lib import config, ensemble, prior, results
-from q0lib.population import Population
-
-
-def made(run, members, tokens=600, seed=0):
-    """A population of random but plausible probabilities; later members are better."""
-    rng = np.random.default_rng(seed)
-    common = rng.gamma(2.0, 1.0, tokens)
-    rows = []
-    for i in range(members):
-        rows.append(np.exp(-np.maximum(common + rng.normal(0, 0.5, tokens) + 1 / (i + 1), 0.01)))
-    P = {split: np.array(rows, dtype=np.float32) for split in results.SPLITS}
-    per = run.cycles
-    table = pd.DataFrame(
-        {
-            "trajectory": np.arange(members) // per,
-            "cycle": np.arange(members) % per,
-            "epochs": (np.arange(members) % per + 1) * run.method.epochs_per_cycle,
-            "flops": (np.arange(members) % per + 1) * 10.0,
-            "test_loss": -np.log(P["test"]).mean(1),
-            "fitness_loss": -np.log(P["fitness"]).mean(1),
-            "commit": "abc",
-        }
-    )
-    documents = {split: np.arange(tokens) // 30 for split in results.SPLITS}
-    return Population(run, run.directory, P, table, documents)
+from q0lib import efficiency, ensemble, prior, results
 
 
 def test_selections_are_the_mixtures_they_name():
@@ -59,15 +34,88 @@ def test_budgets_are_prefixes():
     assert part.k == 4
     assert part.test == pytest.approx(-np.log(q0.P["test"][:4].mean(0)).mean(), abs=1e-6)
     assert table.groupby("epochs").best_k.sum().tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 0"):
-        results.budget_rows(q0, [8], [0])
-    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 9"):
-        results.budget_rows(q0, [8], [9])
+    for k in (0, 9):
+        with pytest.raises(ValueError, match=rf"K must be in 1\.\.8, got {k}"):
+            results.budget_table([q0], [8], [k])
     base = made(tiny_study().run("ensemble", 8), 4)
     table = results.budget_rows(base, [2, 4, 8])
     assert table[table.choice == "uniform"].k.tolist() == [1, 2, 4]
     with pytest.raises(ValueError, match=r"no budget of \[3\] is part of q0 at 16 epochs"):
         results.budget_rows(q0, [3], [1])
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens")
+def test_every_number_of_trajectories_is_read_off_its_prefix():
+    q0 = made(tiny_study(0, "q0.trajectories=2").run("q0", 16), 8)  # 2 x 4 cycles of 2 epochs
+    longer = made(tiny_study().run("q0", 16), 8)  # 1 x 8
+    table = results.budget_table([q0, longer], [4, 8, 16], [1])
+    held = table[table.choice == "uniform"][["trajectories", "epochs", "k"]]
+    assert held.to_numpy().tolist() == [
+        [1, 4, 2], [1, 8, 4], [2, 4, 2], [2, 8, 4], [2, 16, 8], [1, 16, 8],
+    ]  # fmt: skip
+    wide = table[(table.trajectories == 2) & (table.epochs == 8) & (table.choice == "uniform")]
+    mixed = q0.P["test"][[0, 1, 4, 5]].mean(0)
+    assert wide.test.item() == pytest.approx(-np.log(mixed).mean(), abs=1e-6)
+
+
+def test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_test():
+    rows = pd.DataFrame(
+        [
+            {"method": "q0", "seed": seed, "epochs": 8, "trajectories": n, "choice": "truncate",
+             "k": k, "best_k": k == 4, "flops": 1.0, "validation": validation, "test": test}
+            for seed in (0, 1)
+            for n, k, validation, test in [
+                (1, 4, 4.0, 4.5), (1, 2, 4.2, 4.6), (2, 4, 4.1, 4.3), (2, 2, 4.3, 4.2),
+            ]
+        ]
+    )  # fmt: skip
+    alone = rows.iloc[:1].assign(trajectories=3, validation=3.0, test=3.0)  # of one seed only
+    table = pd.concat([rows, alone], ignore_index=True)
+    clean = results.epoch_curves(table, [2]).set_index(["method", "seed"])
+    assert clean.trajectories.unique().tolist() == [1]
+    assert clean.loss["q0", 0] == 4.5
+    assert clean.loss["q0_k2", 1] == 4.6
+    paper = results.epoch_curves(table, [2], "paper").set_index(["method", "seed"])
+    assert paper.loss["q0", 1] == 4.2
+    assert paper.k["q0", 1] == 2
+    assert paper.trajectories["q0_k2", 0] == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens")
+def test_document_losses_add_up_and_widen_the_interval():
+    q0 = [made(tiny_study(seed).run("q0", 16), 8, seed=seed) for seed in (0, 1)]
+    base = [made(tiny_study(seed).run("ensemble", 8), 4, seed=9 + seed) for seed in (0, 1)]
+    populations = [*q0, *base]
+    curves = results.epoch_curves(results.budget_table(populations, [2, 4, 8, 16], [2]), [2])
+    documents = results.document_losses(populations, curves)
+    tokens = documents[documents.method == "tokens"].filter(regex="^d").to_numpy()[0]
+    assert tokens.sum() == 600
+    assert len(documents) == len(curves) + 1
+    keys = ["method", "seed", "epochs"]
+    sums = documents.set_index(keys).filter(regex="^d").sum(axis=1)
+    for row in curves.itertuples():
+        assert sums[row.method, row.seed, row.epochs] / 600 == pytest.approx(row.loss, abs=1e-6)
+    plain = results.multipliers(curves, ["ensemble"])
+    wider = results.multipliers(curves, ["ensemble"], documents)
+    pd.testing.assert_series_equal(plain.multiplier, wider.multiplier)
+    known = plain.low.notna()
+    assert known.any()
+    assert (wider.high[known] > plain.high[known]).all()
+    # The same by hand for one pair: a bootstrap of documents with the same draws.
+    draws = np.random.default_rng(0).multinomial(20, np.full(20, 1 / 20), size=results.DRAWS)
+    one = curves[curves.method.isin(["q0_uniform", "ensemble"])]
+    values = np.zeros(results.DRAWS)
+    for seed in (0, 1):
+        ours = one[(one.seed == seed) & (one.method == "q0_uniform")].sort_values("epochs")
+        at = documents.set_index(keys).filter(regex="^d")
+        for draw, counts in enumerate(draws):
+            total = counts @ tokens
+            y = [counts @ at.loc[("q0_uniform", seed, e)] / total for e in ours.epochs]
+            goal = counts @ at.loc[("ensemble", seed, 8.0)] / total
+            x = efficiency.matched_epochs(ours.epochs, y, goal)
+            values[draw] += 4 / (16 if math.isinf(x) else 2 if math.isnan(x) else x)
+    found = results._resampled_multipliers(curves, "q0_uniform", "ensemble", "epochs", documents)
+    np.testing.assert_allclose(found, values)
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
@@ -171,15 +219,3 @@ def test_prior_tables_are_consistent(monkeypatch):
     assert sorted(sizes.tokens.unique()) == [200, 600]
     flat = sizes[(sizes.seed == 0) & (sizes.choice == "uniform")].loss
     assert flat.nunique() == 1, "uniform weights need no fitness text"
-
-
-def test_budgets_of_the_presets():
-    assert results.budgets_of(config.preset("quick")) == [4, 8, 16, 24, 32, 48]
-    for name in config.PRESETS:
-        study = config.preset(name)
-        budgets = results.budgets_of(study)
-        assert max(budgets) == study.epochs
-        runs = [study.run(method, study.epochs) for method in ("q0", "ensemble")]
-        assert all(run.epochs == study.epochs for run in runs)
-        member = study.methods["ensemble"].epochs_per_cycle
-        assert sum(budget % member == 0 for budget in budgets) >= 2

@@ -27,7 +27,6 @@ def test_bad_usage_is_one_sentence(arguments, words, capsys, runs):
 def test_a_failed_point_stops_the_study(monkeypatch, runs, tmp_path, capsys):
     tiny = tiny_study()
     monkeypatch.setattr(config, "preset", lambda name, *, seed=0, overrides=(): tiny)
-    monkeypatch.setattr(results, "budgets_of", lambda study: [2.0, 4.0])
     row = {"status": "failed", "seconds": 1.0, "reason": "In [4]: OSError: no space left",
            "output": "q0.ipynb"}  # fmt: skip
     calls = []
@@ -40,7 +39,6 @@ def test_a_failed_point_stops_the_study(monkeypatch, runs, tmp_path, capsys):
 def test_a_finished_study_prints_places_and_multipliers(monkeypatch, runs, tmp_path, capsys):
     tiny = tiny_study()
     monkeypatch.setattr(config, "preset", lambda name, *, seed=0, overrides=(): tiny)
-    monkeypatch.setattr(results, "budgets_of", lambda study: [2.0, 4.0])
 
     def swept(notebook: Path, fixed, grid, **options) -> pd.DataFrame:
         if notebook.stem == "04_epoch_efficiency":
