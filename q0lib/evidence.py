@@ -45,6 +45,27 @@ def ablation_tables(found: Found, budgets: Sequence[float]) -> dict[str, pd.Data
     return {"ablations": pd.DataFrame(rows), "snapshots": pd.concat(curves, ignore_index=True)}
 
 
+def compare(ablations: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
+    """`variants` against the full recipe, over seeds: the rows of a figure, best last.
+
+    Columns: variant, epochs, seeds, snapshot, learned (means), behind with its 95% interval (low,
+    high: the documents' error and, with two seeds or more, Student's over them, added as
+    squares), by_seed (a list).
+    """
+    rows = []
+    known = ablations[ablations.variant.isin(variants)]
+    for (variant, epochs), block in known.groupby(["variant", "epochs"], sort=False):
+        mean, _, high = efficiency.interval(block.behind.tolist())
+        of_seeds = 0.0 if len(block) == 1 else high - mean
+        half = float(np.hypot(of_seeds, 1.96 * block.behind_se.mean()))
+        rows.append({"variant": variant, "epochs": epochs, "seeds": len(block),
+                     "snapshot": block.snapshot.mean(), "learned": block.learned.mean(),
+                     "behind": mean, "low": mean - half, "high": mean + half,
+                     "by_seed": block.behind.tolist()})  # fmt: skip
+    order = ["epochs", "behind"]
+    return pd.DataFrame(rows).sort_values(order, ascending=[True, False], ignore_index=True)
+
+
 def _losses(part: population.Population) -> dict:
     P, M = part.P, len(part)
     fitted = prior.fit_prior(P["fitness"])
@@ -99,9 +120,9 @@ def reference_curve(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def data_efficiency(
-    curves: pd.DataFrame, reference: pd.DataFrame, tokens: int, budgets: dict[str, float]
+    curves: pd.DataFrame, reference: pd.DataFrame, tokens: int, points: Sequence[tuple[str, float]]
 ) -> pd.DataFrame:
-    """How many times `tokens` the reference needs for the test loss of each method at its budget.
+    """How many times `tokens` the reference needs for the test loss of each (method, budget).
 
     `curves` as `results.epoch_curves` gives them, `reference` as `reference_curve`; every seed
     is measured against the reference's mean over seeds. A budget of 0 takes the method's best.
@@ -110,11 +131,11 @@ def data_efficiency(
     """
     line = reference.groupby("tokens").test.mean()
     rows = []
-    for method, epochs in budgets.items():
-        points = curves[curves.method == method]
+    for method, epochs in points:
+        curve = curves[curves.method == method]
         if epochs == 0:
-            epochs = points.groupby("epochs").loss.mean().idxmin()
-        losses = points[points.epochs == epochs].loss
+            epochs = curve.groupby("epochs").loss.mean().idxmin()
+        losses = curve[curve.epochs == epochs].loss
         ratios = [efficiency.data_efficiency(x, line.index, line, tokens) for x in losses]
         said = [efficiency.describe_efficiency(x, line.index, line, tokens) for x in losses]
         mean, low, high = efficiency.interval(ratios)
@@ -137,24 +158,24 @@ def summary(folder: Path) -> pd.DataFrame:
 
     if (path := folder / "epoch_multipliers.csv").exists():
         table = results.read(path).set_index(["protocol", "reference", "axis", "method"])
-        for protocol, ending in (("clean", ""), ("paper", "_paper_protocol")):
-            for reference, versus in (
-                ("ensemble", ""),
-                ("distilled_ensemble", "_vs_distilled_ensemble"),
-            ):
-                for axis, name in (("epochs", "epoch"), ("flops", "flop")):
-                    for method, k in (
-                        ("q0", "_best_k"),
-                        ("q0_k8", "_k8"),
-                        ("q0_uniform", "_uniform"),
-                    ):
+        sizes = {"q0": "_best_k", "q0_k8": "_k8", "q0_uniform": "_uniform"}
+        references = {"ensemble": "", "distilled_ensemble": "_vs_distilled_ensemble"}
+        for reference, versus in references.items():
+            for axis in ("epochs", "flops"):
+                for method, k in sizes.items():
+                    name = f"{axis.removesuffix('s')}_efficiency"
+                    name += versus if versus and k == "_best_k" else k + versus
+                    for protocol, ending in {"clean": "", "paper": "_paper_protocol"}.items():
                         key = (protocol, reference, axis, method)
-                        if key in table.index:
-                            short = f"{name}_efficiency{'' if versus and k == '_best_k' else k}"
-                            line(f"{short}{versus}{ending}", table.loc[key])
+                        if key in table.index and (protocol == "clean" or axis == "epochs"):
+                            line(name + ending, table.loc[key])
     if (path := folder / "data_efficiency.csv").exists():
-        names = {"ensemble": "baseline"}
+        names, known = {"ensemble": "baseline"}, {row["metric"] for row in rows}
         for row in results.read(path).itertuples():
             reading = "" if row.reference == "one recipe" else "_tuned_reference"
-            line(f"data_efficiency_{names.get(row.method, row.method)}{reading}", row)
+            metric = f"data_efficiency_{names.get(row.method, row.method)}"
+            if metric + reading in known:  # the same method at another budget
+                metric += f"_{row.epochs:g}_epochs"
+            known.add(metric + reading)
+            line(metric + reading, row)
     return pd.DataFrame(rows)

@@ -52,24 +52,24 @@ def _size(width: int, layers: int, heads: int) -> dict[str, tuple[str, ...]]:
 
 EXTENTS = {
     "quick": Extent(
-        budgets=(4, 8, 16, 24, 32, 48), q0=((1, 48), (2, 24)), ensemble=48, splits=(8,),
+        budgets=(1, 2, 4, 8, 16, 24, 32, 48), q0=((1, 48), (2, 24)), ensemble=48, splits=(8,),
         single=(1, 2, 4, 8, 16, 32), ablation=48, small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
         sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4), recipe=(),
     ),
     "cpu": Extent(
-        budgets=(4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 192,
-                 224, 256, 288, 320, 384, 448, 512),
+        budgets=(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160,
+                 192, 224, 256, 288, 320, 384, 448, 512),
         q0=((4, 128),), ensemble=256, splits=(8, 32), single=(1, 2, 4, 8, 16, 32, 64),
         ablation=128, small=(1, 2, 4, 8), multiples=_MULTIPLES,
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6), recipe=(),
     ),
     "gpu": Extent(
-        budgets=(4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits=(16,),
+        budgets=(1, 2, 4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits=(16,),
         single=(1, 2, 4, 8, 16, 32), ablation=32, small=(1, 2, 4, 8), multiples=_MULTIPLES,
         sizes=_size(384, 6, 6) | _size(768, 12, 6) | _size(1280, 20, 10), recipe=(),
     ),
     "paper": Extent(
-        budgets=(8, 16, 32, 48, 64, 96, 128, 192, 256), q0=((2, 128),), ensemble=256,
+        budgets=(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), q0=((2, 128),), ensemble=256,
         splits=(16,), single=(1, 2, 4, 8, 16, 32), ablation=256, small=(1, 2, 4, 8),
         multiples=_MULTIPLES,
         recipe=("model.loop_start=0", "model.loop_end=0", "model.multi_token=false"),
@@ -217,6 +217,14 @@ def train(
         if missing:
             _train_at_once(missing, preset, jobs)
     return found
+
+
+def train_methods(
+    preset: str, seeds: Sequence[int], methods: Sequence[str], epochs: float, jobs: int = 2
+) -> list[config.Run]:
+    """Train the methods of a preset at one budget, as `train` does; the runs, seed by seed."""
+    experiments = [Experiment("methods", method, method, epochs) for method in methods]
+    return [run for _, run in train(experiments, preset, seeds, jobs)]
 
 
 def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int) -> None:

@@ -30,6 +30,7 @@ METHOD_COLORS = {
     "distilled_ensemble": "#CC79A7",
     "single": "#000000",
     "lowest_loss": "#E69F00",
+    "q0_undistilled": "#E69F00",
     "reference": "#666666",
 }
 METHOD_LABELS = {
@@ -163,6 +164,47 @@ def trajectory_gaps(
     _budget_axis(ax, budgets, regimes)
 
 
+def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str = LOSS) -> None:
+    """Draw what single snapshots lose, and what the mixture of all up to there loses, by epochs.
+
+    frame: columns method, seed, epochs, member, mixture; a line is the mean over seeds and its
+    band their range. Snapshots are thin and dashed, mixtures solid, a method in one colour. A
+    method without mixtures (nan) is drawn as single models, solid.
+    """
+    for method, rows in frame.groupby("method", sort=False):
+        color, alone = _color(str(method)), rows["mixture"].isna().all()
+        for column in ["member"] if alone else ["member", "mixture"]:
+            by = rows.groupby("epochs")[column]
+            mean, faint = by.mean(), column == "member" and not alone
+            ax.plot(mean.index, mean, color=color, ls="--" if faint else "-",
+                    lw=0.8 if faint else 1.4, label=f"{method} {column}")  # fmt: skip
+            ax.fill_between(mean.index, by.min(), by.max(), color=color, alpha=0.15, lw=0)
+            name = _CURVE_NAMES.get(str(method), str(method))
+            what = name if alone else f"{name}: {_CURVE_PARTS[column]}"
+            say(ax, what, (float(mean.index[-1]), float(mean.iloc[-1])), color, (5, 0))
+    ax.set(xlabel="Epochs", ylabel=ylabel)
+
+
+_CURVE_NAMES = {"single": "single models", "q0_undistilled": "undistilled"}
+_CURVE_PARTS = {"member": "a snapshot", "mixture": "mixture"}
+
+
+def forest(ax: Axes, frame: pd.DataFrame, *, xlabel: str) -> None:
+    """Draw one line a variant: its mean difference with its interval, and every seed's own.
+
+    frame: columns variant, value, low, high (nan: none), and seeds (a list of values), all in the
+    unit of `xlabel`; the first row on top. Zero is the full recipe.
+    """
+    for y, row in enumerate(frame.to_dict("records")):
+        ax.plot(row["seeds"], [y] * len(row["seeds"]), "o", color="0.6", ms=3, label="seeds")
+        if np.isfinite([row["low"], row["high"]]).all():
+            ax.plot([row["low"], row["high"]], [y, y], color=METHOD_COLORS["q0"], label="interval")
+        ax.plot([row["value"]], [y], "D", color=METHOD_COLORS["q0"], ms=4, label="mean")
+    ax.axvline(0, color="0.4", lw=0.7, ls="--", label="full recipe")
+    ax.set_yticks(range(len(frame)), frame["variant"])
+    ax.set(ylim=(len(frame) - 0.5, -0.5), xlabel=xlabel)
+
+
 def prior_by_k(ax: Axes, frame: pd.DataFrame, error: float) -> None:
     """Draw loss against K for learned weights and for the lowest fitness losses.
 
@@ -279,11 +321,16 @@ def efficiency_curve(
             )
         notes.append(Note(row["tokens"], row["value"], row["label"], color))
     drop_labels(ax, notes)
-    ax.set(xlabel="Fresh training tokens of the reference (billions)", ylabel=ylabel)
-    ax.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e9:g}")
+    unit, name = next((u, n) for u, n in _UNITS.items() if tokens[-1] >= u)
+    ax.set(xlabel=f"Fresh training tokens of the reference ({name})", ylabel=ylabel)
+    ax.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / unit:g}")
     per_budget, back = partial(np.multiply, 1 / budget_tokens), partial(np.multiply, budget_tokens)
     upper = ax.secondary_xaxis("top", functions=(per_budget, back))
-    upper.set_xlabel(f"Data efficiency (times {budget_tokens / 1e6:g}M tokens)")
+    budget = f"{budget_tokens / 1e6:g}M" if budget_tokens >= 1e6 else f"{budget_tokens / 1e3:g}K"
+    upper.set_xlabel(f"Data efficiency (times {budget} tokens)")
+
+
+_UNITS = {1e9: "billions", 1e6: "millions", 1.0: "tokens"}
 
 
 def _mark_crossings(ax: Axes, crossings: pd.DataFrame, first: float) -> None:

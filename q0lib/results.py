@@ -404,6 +404,13 @@ def _resampled_multipliers(
     """
     sums = documents.set_index(["method", "seed", "epochs"]).filter(regex=r"^d\d+$")
     tokens = sums.loc["tokens"].to_numpy()[0]
+    known = sums.sum(axis=1) / tokens.sum()
+    for row in curves[curves.method.isin([method, reference])].itertuples():
+        if not abs(known.get((row.method, row.seed, row.epochs), np.nan) - row.loss) < 1e-4:
+            raise ValueError(
+                f"the documents do not add up to the loss of {row.method}, seed {row.seed}, "
+                f"{row.epochs:g} epochs: they are of other curves"
+            )
     draws = np.random.default_rng(0).multinomial(
         len(tokens), np.full(len(tokens), 1 / len(tokens)), size=DRAWS
     )

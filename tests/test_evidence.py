@@ -41,6 +41,20 @@ def test_ablations_are_paired_with_the_full_recipe_at_the_same_budget(found):
     assert snapshots.groupby("variant").size().to_dict() == {FULL: 32, "slow": 16}
 
 
+def test_variants_are_compared_over_seeds_and_documents():
+    rows = pd.DataFrame(
+        [{"variant": v, "seed": s, "epochs": 8, "snapshot": 5.0, "learned": 4.0,
+          "behind": 0.01 * s + shift, "behind_se": 0.002}
+         for v, shift in (("a", 0.0), ("b", 0.1), ("c", 0.0)) for s in (0, 1)]
+    )  # fmt: skip
+    table = evidence.compare(rows, ["a", "b"]).set_index("variant")
+    assert table.index.tolist() == ["b", "a"]
+    half = np.hypot(12.7062 * 0.01 / np.sqrt(2) / np.sqrt(2), 1.96 * 0.002)
+    assert table.high["a"] - table.behind["a"] == pytest.approx(half, rel=1e-4)
+    alone = evidence.compare(rows[rows.seed == 1], ["a"]).iloc[0]
+    assert alone.high == pytest.approx(0.01 + 1.96 * 0.002)
+
+
 def test_small_budgets_have_a_row_each(found):
     table = evidence.small_table(found)
     assert table.spent_on.tolist() == [FULL, "slow"] * 2
@@ -66,12 +80,12 @@ def test_the_reference_takes_the_best_size_and_efficiency_reads_it():
         {"method": ["q0"] * 4, "seed": [0, 0, 1, 1], "epochs": [8, 16] * 2,
          "loss": [4.9, 4.3, 4.8, 4.55]}
     )  # fmt: skip
-    table = evidence.data_efficiency(curves, line, 100, {"q0": 16}).iloc[0]
+    table = evidence.data_efficiency(curves, line, 100, [("q0", 16)]).iloc[0]
     # the reference's means are 5.05, 4.55, 4.05: 4.3 is halfway from 200 to 400, 4.55 at 200
     assert table.multiplier == pytest.approx((3 + 2) / 2)
     assert table.cases == "3.00x; 2.00x"
-    assert evidence.data_efficiency(curves, line, 100, {"q0": 0}).epochs.item() == 16
-    beyond = evidence.data_efficiency(curves.assign(loss=3.0), line, 100, {"q0": 16}).iloc[0]
+    assert evidence.data_efficiency(curves, line, 100, [("q0", 0)]).epochs.item() == 16
+    beyond = evidence.data_efficiency(curves.assign(loss=3.0), line, 100, [("q0", 16)]).iloc[0]
     assert np.isnan(beyond.multiplier)
     assert beyond.cases == "beyond 4.0x; beyond 4.0x"
 
@@ -88,9 +102,9 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     ]  # fmt: skip
     results.write(pd.DataFrame(multipliers), tmp_path / "epoch_multipliers.csv")
     ratios = [
-        {"reference": "one recipe", "method": method, "multiplier": 7.0, "low": 6, "high": 8,
-         "seeds": 3}
-        for method in ("q0", "ensemble")
+        {"reference": "one recipe", "method": method, "epochs": epochs, "multiplier": 7.0,
+         "low": 6, "high": 8, "seeds": 3}
+        for method, epochs in (("q0", 256), ("q0", 512), ("ensemble", 256))
     ]  # fmt: skip
     results.write(pd.DataFrame(ratios), tmp_path / "data_efficiency.csv")
     table = evidence.summary(tmp_path)
@@ -98,7 +112,7 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     asked = {
         "epoch_efficiency_best_k", "epoch_efficiency_k8", "flop_efficiency_best_k",
         "flop_efficiency_k8", "epoch_efficiency_vs_distilled_ensemble", "data_efficiency_q0",
-        "data_efficiency_baseline",
+        "data_efficiency_q0_512_epochs", "data_efficiency_baseline",
     }  # fmt: skip
     assert asked <= set(table.metric)
     assert table.metric.is_unique

@@ -101,6 +101,8 @@ def test_document_losses_add_up_and_widen_the_interval():
     known = plain.low.notna()
     assert known.any()
     assert (wider.high[known] > plain.high[known]).all()
+    with pytest.raises(ValueError, match="of other curves"):
+        results.multipliers(curves.assign(loss=curves.loss + 0.01), ["ensemble"], documents)
     # The same by hand for one pair: a bootstrap of documents with the same draws.
     draws = np.random.default_rng(0).multinomial(20, np.full(20, 1 / 20), size=results.DRAWS)
     one = curves[curves.method.isin(["q0_uniform", "ensemble"])]
