@@ -92,6 +92,33 @@ def small_table(found: Found) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def tuning_table(found: Found) -> pd.DataFrame:
+    """The trials that fixed a preset, with their validation losses: a row a trial and budget.
+
+    A trial is read at its own budget and at half of it. Columns: method, changed (the fields that
+    differ from the preset, or are the preset's), epochs, members, snapshot (mean of the members),
+    uniform, learned, run, commit.
+    """
+    rows = []
+    for each, run in found:
+        whole = population.load(run)
+        for share in (2, 1):
+            part = results.at_budget(whole, run.epochs / share, run.trajectories)
+            if part is None:
+                continue
+            P, M = part.P, len(part)
+            fitted = prior.fit_prior(P["fitness"])
+            rows.append(
+                {"method": run.name, "seed": run.seed, "changed": each.label,
+                 "epochs": run.epochs / share, "members": M,
+                 "snapshot": part.members.validation_loss.mean(),
+                 "uniform": ensemble.mixture_nll(np.full(M, 1 / M), P["validation"]),
+                 "learned": ensemble.mixture_nll(fitted.weights, P["validation"]),
+                 **results.origin(whole)}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def reference_table(found: Found, tokens: int) -> pd.DataFrame:
     """One epoch on more and more tokens, a row a (model size, multiple of `tokens`, seed)."""
     rows = []

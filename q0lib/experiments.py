@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from q0lib import config, paths, population, sweep, trajectory
 
-PARTS = ("main", "splits", "ablation", "reference", "small")
+PARTS = ("tuning", "main", "splits", "ablation", "reference", "small")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 
 
@@ -40,6 +40,7 @@ class Extent:
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
     recipe: tuple[str, ...]  # ... all trained like this
+    trials: tuple[tuple[str, float, str], ...] = ()  # that fixed the preset: method, epochs, fields
 
 
 _MULTIPLES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
@@ -49,6 +50,22 @@ def _size(width: int, layers: int, heads: int) -> dict[str, tuple[str, ...]]:
     shape = {"width": width, "layers": layers, "heads": heads}
     return {f"width {width}": tuple(f"model.{name}={n}" for name, n in shape.items())}
 
+
+# One seed, judged on validation: q0 by its learned mixture, an ensemble by its uniform one. What
+# a field is where a trial does not name it, the preset says; the presets took the best.
+_CPU_TRIALS = (
+    *(("q0", epochs, fields) for epochs, fields in (
+        (64, "weight_decay=0.7"), (64, "weight_decay=1.0"), (64, "weight_decay=0.5"),
+        (32, "matrix_lr=0.055"), (32, "matrix_lr=0.03"), (32, "batch_tokens=1024"),
+        (32, "alpha=0.6"),
+    )),
+    *(("ensemble", epochs, fields) for epochs, fields in (
+        (64, "weight_decay=1.0"), (64, "weight_decay=1.5"), (64, "weight_decay=0.7"),
+        (64, "weight_decay=0.5"), (32, "weight_decay=1.0 matrix_lr=0.045"),
+        (48, "weight_decay=0.7 matrix_lr=0.02"), (48, "weight_decay=0.7 batch_tokens=1024"),
+        (48, "weight_decay=0.7 dropout=0.1"),
+    )),
+)  # fmt: skip
 
 EXTENTS = {
     "quick": Extent(
@@ -62,6 +79,7 @@ EXTENTS = {
         q0=((4, 128),), ensemble=256, splits=(8, 32), single=(1, 2, 4, 8, 16, 32, 64),
         ablation=128, small=(1, 2, 4, 8), multiples=_MULTIPLES,
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6), recipe=(),
+        trials=_CPU_TRIALS,
     ),
     "gpu": Extent(
         budgets=(1, 2, 4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits=(16,),
@@ -104,8 +122,8 @@ def plan(
     """
     base = config.preset(preset)
     extent = EXTENTS[preset]
-    known = {"main": _main, "splits": _splits, "ablation": _ablations, "reference": _reference,
-             "small": _small}  # fmt: skip
+    known = {"tuning": _tuning, "main": _main, "splits": _splits, "ablation": _ablations,
+             "reference": _reference, "small": _small}  # fmt: skip
     for part in parts:
         if part not in known:
             raise ValueError(f"unknown part {part!r}, known: {', '.join(known)}")
@@ -124,6 +142,16 @@ def _main(extent: Extent, base: config.Study) -> list[Experiment]:
         Experiment("main", "distilled_ensemble", "distilled_ensemble", extent.ensemble),
         *(Experiment("main", "single", "single", epochs) for epochs in extent.single),
     ]  # fmt: skip
+
+
+def _tuning(extent: Extent, base: config.Study) -> list[Experiment]:
+    found = []
+    for method, epochs, fields in extent.trials:
+        changed = tuple(f"{method}.{field}" for field in fields.split())
+        if method == "q0":
+            changed = ("q0.trajectories=1", *changed)
+        found.append(Experiment("tuning", fields, method, epochs, changed))
+    return found
 
 
 def _splits(extent: Extent, base: config.Study) -> list[Experiment]:

@@ -123,7 +123,7 @@ def budget_rows(
     """
     run, frames = population.run, []
     for epochs in budgets:
-        part = _part(population, epochs, run.trajectories)
+        part = at_budget(population, epochs, run.trajectories)
         if part is None:
             continue
         sizes = [*ks, len(part)]
@@ -145,7 +145,7 @@ def budget_rows(
     return table.assign(**origin(population))
 
 
-def _part(population: Population, epochs: float, trajectories: int) -> Population | None:
+def at_budget(population: Population, epochs: float, trajectories: int) -> Population | None:
     """What the population was after `epochs` in all; None if it never was.
 
     Its first `trajectories`, as far as they had come; an ensemble's first members.
@@ -332,7 +332,7 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
         ["base", "seed", "epochs", "trajectories"]
     ):
         ours = [each for each in populations if (each.run.name, each.run.seed) == (base, seed)]
-        part = next(filter(None, (_part(each, epochs, count) for each in ours)))
+        part = next(filter(None, (at_budget(each, epochs, count) for each in ours)))
         P = part.P["fitness"]
         fitted = prior.fit_prior(P, "adamw") if "truncate" in set(points.choice) else None
         for point in points.itertuples():

@@ -89,7 +89,7 @@ def test_the_reference_is_one_epoch_on_more_and_more_tokens():
     ("preset", "parts", "words"),
     [
         ("huge", ["main"], "unknown preset 'huge', known: quick, cpu, gpu, paper"),
-        ("cpu", ["mian"], "unknown part 'mian', known: main, "),
+        ("cpu", ["mian"], "unknown part 'mian', known: tuning, main, "),
     ],
 )
 def test_unknown_names_are_one_sentence(preset, parts, words, capsys):
