@@ -61,6 +61,17 @@ def test_small_budgets_have_a_row_each(found):
     assert (table.learned < table.snapshot).all()
 
 
+def test_trials_are_read_on_validation_at_their_budget_and_half_of_it(found):
+    table = evidence.tuning_table(found[:1]).set_index("epochs")
+    assert table.index.tolist() == [16, 32]
+    half = population.load(found[0][1]).prefix(1, 8)
+    assert table.members[16] == 8
+    assert table.uniform[16] == pytest.approx(
+        -np.log(half.P["validation"].mean(0)).mean(), abs=1e-6
+    )
+    assert table.learned[32] < table.snapshot[32]
+
+
 def reference():
     return pd.DataFrame(
         [
