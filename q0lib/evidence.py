@@ -185,7 +185,10 @@ def summary(folder: Path) -> pd.DataFrame:
 
     if (path := folder / "epoch_multipliers.csv").exists():
         table = results.read(path).set_index(["protocol", "reference", "axis", "method"])
-        sizes = {"q0": "_best_k", "q0_k8": "_k8", "q0_uniform": "_uniform"}
+        sizes = {
+            "q0": "_best_k", "q0_k8": "_k8", "q0_greedy_k8": "_k8_greedy",
+            "q0_uniform": "_uniform",
+        }  # fmt: skip
         references = {"ensemble": "", "distilled_ensemble": "_vs_distilled_ensemble"}
         for reference, versus in references.items():
             for axis in ("epochs", "flops"):

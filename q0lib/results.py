@@ -116,7 +116,8 @@ def budget_rows(
     An ensemble is read off at its first members, trajectories with cycles at their first cycles;
     budgets that the population does not contain are left out. Each budget has the uniform mixture
     of all members, the paper's truncated prior at all members and at every K of `ks` that it
-    holds, and the K chosen on fitness documents (column best_k true).
+    holds, of which the K chosen on fitness documents has best_k true, and the greedy choice at
+    every K of `ks`.
 
     Raises:
         ValueError: no budget that the population contains.
@@ -131,7 +132,8 @@ def budget_rows(
         learned = selections(part, sizes, ["truncate"])
         learned["best_k"] = learned.k == best
         uniform = selections(part, [len(part)], ["uniform"]).assign(best_k=False)
-        table = pd.concat([uniform, learned], ignore_index=True)
+        greedy = selections(part, ks if len(part) > 1 else [], ["greedy"]).assign(best_k=False)
+        table = pd.concat([uniform, learned, greedy], ignore_index=True)
         table.insert(0, "trajectories", part.run.trajectories)
         table.insert(0, "epochs", epochs)
         frames.append(table)
@@ -272,12 +274,13 @@ def epoch_curves(
     """The test-loss curves of a table of `budget_rows`, one row a (seed, method, budget).
 
     q0 gives a curve at its best K ("q0"), one of the uniform mixture of all its snapshots
-    ("q0_uniform"), and one for each fixed K that a budget holds ("q0_k8"); any other method is
-    the uniform mixture of all its members. "clean" takes the K chosen on fitness documents and
+    ("q0_uniform"), and two for each fixed K that a budget holds, of the paper's cut ("q0_k8") and
+    of the greedy choice ("q0_greedy_k8"); any other method is the uniform mixture of all its
+    members. "clean" takes the K chosen on fitness documents and
     the number of trajectories that is best on validation over the seeds; "paper" takes both by
     the test loss that is reported, as the paper does with its validation loss.
 
-    Columns: seed, method, epochs, flops, trajectories, k, loss.
+    Columns: seed, method, epochs, flops, trajectories, choice, k, loss.
     """
     judge = "validation" if protocol == "clean" else "test"
     curves = []
@@ -293,6 +296,8 @@ def epoch_curves(
             best = learned.sort_values("test").drop_duplicates(["seed", "epochs", "trajectories"])
         named = {"q0": best, "q0_uniform": uniform}
         named |= {f"q0_k{k}": learned[learned.k == k] for k in ks}
+        greedy = rows[rows.choice == "greedy"]
+        named |= {f"q0_greedy_k{k}": greedy[greedy.k == k] for k in ks}
         curves += [
             best_allocation(block, judge).assign(method=name)
             for name, block in named.items()
@@ -300,7 +305,7 @@ def epoch_curves(
         ]
     curve = pd.concat(curves).drop_duplicates(["seed", "method", "epochs"])
     return curve.rename(columns={"test": "loss"})[
-        ["seed", "method", "epochs", "flops", "trajectories", "k", "loss"]
+        ["seed", "method", "epochs", "flops", "trajectories", "choice", "k", "loss"]
     ].reset_index(drop=True)
 
 
@@ -323,10 +328,8 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
     """
     _, index = np.unique(populations[0].documents["test"], return_inverse=True)
     sums = {("tokens", -1, 0.0): np.bincount(index).astype(float)}
-    learned = ~curves.method.str.contains("uniform") & curves.method.str.startswith("q0")
     curves = curves.assign(
-        choice=np.where(learned, "truncate", "uniform"),
-        base=curves.method.str.replace(r"_(k\d+|uniform)$", "", regex=True),
+        base=curves.method.str.replace(r"_(uniform|(greedy_)?k\d+)$", "", regex=True)
     )
     for (base, seed, epochs, count), points in curves.groupby(
         ["base", "seed", "epochs", "trajectories"]
@@ -334,7 +337,7 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
         ours = [each for each in populations if (each.run.name, each.run.seed) == (base, seed)]
         part = next(filter(None, (at_budget(each, epochs, count) for each in ours)))
         P = part.P["fitness"]
-        fitted = prior.fit_prior(P, "adamw") if "truncate" in set(points.choice) else None
+        fitted = None if set(points.choice) == {"uniform"} else prior.fit_prior(P, "adamw")
         for point in points.itertuples():
             chosen = prior.select(P, int(point.k), point.choice, fitted)
             nll = -ensemble.mixture_log_probs(chosen.weights, part.P["test"])

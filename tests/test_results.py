@@ -162,7 +162,9 @@ def test_curves_and_intervals(tmp_path):
     with pytest.warns(UserWarning, match="tokens"):
         table = results.budget_rows(made(run, 8), [4, 16], [1, 4])
     curves = results.epoch_curves(table, [1, 4])
-    assert sorted(curves.method.unique()) == ["q0", "q0_k1", "q0_k4", "q0_uniform"]
+    assert sorted(curves.method.unique()) == [
+        "q0", "q0_greedy_k1", "q0_greedy_k4", "q0_k1", "q0_k4", "q0_uniform",
+    ]  # fmt: skip
     with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 9"):
         results.epoch_curves(table, [9])
     assert table.run.unique().tolist() == [f"quick/{run.directory.name}"]
