@@ -25,6 +25,7 @@ COLUMN, PAGE = 3.4, 7.0  # widths in inches
 METHOD_COLORS = {
     "q0": "#0072B2",
     "q0_k8": "#009E73",
+    "q0_greedy_k8": "#56B4E9",
     "q0_scaled": "#0072B2",
     "ensemble": "#D55E00",
     "distilled_ensemble": "#CC79A7",
@@ -36,6 +37,7 @@ METHOD_COLORS = {
 METHOD_LABELS = {
     "q0": "q0, best K",
     "q0_k8": "q0, K = 8",
+    "q0_greedy_k8": "q0, K = 8,\ngreedy",
     "q0_scaled": "q0, 960 epochs",
     "ensemble": "ensemble",
     "distilled_ensemble": "distilled\nensemble",
@@ -46,6 +48,7 @@ METHOD_LABELS = {
 METHOD_MARKERS = {
     "q0": "o",
     "q0_k8": "D",
+    "q0_greedy_k8": "d",
     "q0_scaled": "*",
     "ensemble": "s",
     "distilled_ensemble": "v",
@@ -117,7 +120,7 @@ def epoch_curves(
         ends.append(Note(float(last[x]), float(last["loss"]), text, _color(str(method))))
     if log:
         ax.set_xscale("log", base=2)
-        _plain_ticks(ax, sorted(frame[x].unique()))
+        _plain_ticks(ax, _apart(frame[x].unique()))
     ax.set(xlabel=xlabel, ylabel=ylabel)
     if crossings is not None and len(crossings):
         _mark_crossings(ax, crossings, float(frame[x].min()))
@@ -187,6 +190,26 @@ def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str = LOSS) -> 
 
 _CURVE_NAMES = {"single": "single models", "q0_undistilled": "undistilled"}
 _CURVE_PARTS = {"member": "a snapshot", "mixture": "mixture"}
+
+
+def multiplier_by_budget(
+    ax: Axes, frame: pd.DataFrame, *, xlabel: str = "Epochs of the reference that are matched"
+) -> None:
+    """Draw how many times fewer epochs, by the reference budget whose loss is matched.
+
+    frame: columns source (a line each: the method's name, or "paper"), epochs, multiplier, low,
+    high (nan: none).
+    """
+    for source, rows in frame.groupby("source", sort=False):
+        color = "0.4" if source == "paper" else _color(str(source))
+        ax.plot(rows["epochs"], rows["multiplier"], "o-", color=color, label=str(source))
+        ax.fill_between(rows["epochs"], rows["low"], rows["high"], color=color, alpha=0.15, lw=0)
+        end = rows.iloc[-1]
+        name = "the paper" if source == "paper" else _label(str(source))
+        say(ax, name, (float(end["epochs"]), float(end["multiplier"])), color, (5, 0))
+    ax.set_xscale("log", base=2)
+    _plain_ticks(ax, _apart(frame["epochs"].unique()))
+    ax.set(xlabel=xlabel, ylabel="Times fewer epochs")
 
 
 def forest(ax: Axes, frame: pd.DataFrame, *, xlabel: str) -> None:
@@ -416,6 +439,17 @@ def _plain_ticks(ax: Axes, at: Iterable[float]) -> None:
     ticks = [float(value) for value in at]
     ax.set_xticks(ticks, [f"{value:g}" for value in ticks])
     ax.minorticks_off()
+
+
+def _apart(values: Iterable[float], octaves: float = 0.4) -> list[float]:
+    """Thin out values for a log axis: the ends, then powers of two, then whatever has room."""
+    rising = sorted(float(value) for value in values)
+    wanted = [*rising[:1], *rising[-1:], *(v for v in rising if np.log2(v) % 1 == 0), *rising]
+    kept: list[float] = []
+    for value in wanted:
+        if all(abs(np.log2(value / other)) >= octaves for other in kept):
+            kept.append(value)
+    return sorted(kept)
 
 
 def _counts(frame: pd.DataFrame) -> list[str]:

@@ -397,6 +397,29 @@ def multipliers(
     return pd.DataFrame(rows, columns=[*columns, "cases"])
 
 
+def multiplier_by_budget(
+    curves: pd.DataFrame, method: str = "q0", reference: str = "ensemble"
+) -> pd.DataFrame:
+    """`multipliers` on epochs for every budget of the reference, not only its last.
+
+    A reference that has stopped improving makes any multiplier against its last point larger the
+    longer it is trained; this shows how much. Columns: epochs (of the reference), multiplier, low,
+    high (Student's over seeds), reached (seeds that have a crossing; without it the mean is nan).
+    """
+    rows = []
+    for epochs in sorted(curves[curves.method == reference].epochs.unique()):
+        values = []
+        for _, block in curves.groupby("seed"):
+            ours = block[block.method == method].sort_values("epochs")
+            theirs = block[(block.method == reference) & (block.epochs == epochs)]
+            matched = efficiency.matched_epochs(ours.epochs, ours.loss, theirs.loss.item())
+            values.append(efficiency.multiplier(epochs, matched))
+        mean, low, high = efficiency.interval(values)
+        rows.append({"epochs": epochs, "multiplier": mean, "low": low, "high": high,
+                     "reached": int(np.isfinite(values).sum())})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def _resampled_multipliers(
     curves: pd.DataFrame, method: str, reference: str, axis: str, documents: pd.DataFrame
 ) -> np.ndarray:

@@ -306,3 +306,58 @@ def test_choices_are_drawn_as_their_mean_over_seeds():
     assert {figures.CHOICE_LABELS["greedy"], figures.CHOICE_LABELS["truncate"]} <= {
         text.get_text() for text in ax.get_legend().get_texts()
     }
+
+
+def test_ticks_of_a_log_axis_keep_apart():
+    assert figures._apart([16, 20, 24, 28, 32, 112, 128, 144, 256, 512]) == [
+        *(16, 24, 32, 128, 256, 512)
+    ]  # fmt: skip
+    assert figures._apart([4, 8, 24, 48]) == [4, 8, 24, 48]
+
+
+def test_a_forest_has_a_line_a_variant_from_the_top_and_its_own_seeds():
+    frame = pd.DataFrame(
+        {"variant": ["a", "b"], "value": [3.0, -1.0], "low": [1.0, np.nan],
+         "high": [5.0, np.nan], "seeds": [[2.0, 4.0], [-1.0]]}
+    )  # fmt: skip
+    fig = Figure()
+    ax = fig.subplots()
+    figures.forest(ax, frame, xlabel="x")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+    assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first row is on top"
+    drawn = {line.get_label(): [] for line in ax.lines}
+    for line in ax.lines:
+        drawn[line.get_label()].append(list(line.get_xdata()))
+    assert drawn["mean"] == [[3.0], [-1.0]]
+    assert drawn["interval"] == [[1.0, 5.0]], "one seed has no interval"
+    assert drawn["seeds"] == [[2.0, 4.0], [-1.0]]
+
+
+def test_trajectories_show_snapshots_and_mixtures_and_single_models():
+    frame = pd.DataFrame(
+        {"method": ["q0"] * 4 + ["single"] * 2, "seed": [0, 0, 1, 1, 0, 0],
+         "epochs": [2, 4, 2, 4, 2, 4], "member": [5.0, 4.8, 5.2, 4.6, 5.1, 5.3],
+         "mixture": [5.0, 4.7, 5.2, 4.5, np.nan, np.nan]}
+    )  # fmt: skip
+    fig = Figure()
+    ax = fig.subplots()
+    figures.along_trajectories(ax, frame)
+    lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+    assert lines["q0 member"] == pytest.approx([5.1, 4.7])
+    assert lines["q0 mixture"] == pytest.approx([5.1, 4.6])
+    assert lines["single member"] == [5.1, 5.3]
+    assert "single mixture" not in lines
+    said = [text.get_text() for text in ax.texts]
+    assert said == ["q0: a snapshot", "q0: mixture", "single models"]
+
+
+def test_multipliers_by_budget_are_drawn_beside_the_papers():
+    frame = pd.DataFrame(
+        {"source": ["q0", "q0", "paper"], "epochs": [64, 256, 256], "multiplier": [2.0, 6.0, 4.6],
+         "low": [1.0, 5.0, np.nan], "high": [3.0, 7.0, np.nan]}
+    )  # fmt: skip
+    fig = Figure()
+    ax = fig.subplots()
+    figures.multiplier_by_budget(ax, frame)
+    assert {line.get_label() for line in ax.lines} == {"q0", "paper"}
+    assert "the paper" in [text.get_text() for text in ax.texts]

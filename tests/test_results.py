@@ -157,6 +157,16 @@ def test_multipliers_by_seed_with_an_interval():
     assert "0 of 2 seeds cross: never reached" in said
 
 
+def test_multipliers_grow_with_a_reference_that_stands_still():
+    flat = [curve("ensemble", s, [5.0, 4.8, 4.8]) for s in (0, 1)]
+    ours = [curve("q0", s, [4.9, 4.7, 4.0]) for s in (0, 1)]
+    table = results.multiplier_by_budget(pd.concat([*flat, *ours])).set_index("epochs")
+    assert math.isnan(table.multiplier[8]), "q0 is better before its first point"
+    assert table.reached[8] == 0
+    assert table.multiplier[16] == pytest.approx(16 / 12)
+    assert table.multiplier[32] == pytest.approx(32 / 12)
+
+
 def test_curves_and_intervals(tmp_path):
     run = tiny_study().run("q0", 16)
     with pytest.warns(UserWarning, match="tokens"):
