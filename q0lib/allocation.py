@@ -103,10 +103,21 @@ def plan(
     return Plan(epochs, chosen, cycles, length, snapshots, warnings)
 
 
+def tail(epochs: float) -> float:
+    """Return the last share of an ordinary run of `epochs` in which its snapshots lie (table 3).
+
+    0.15 of a run of at most one epoch, one whole epoch from four on, interpolated between.
+
+    Raises:
+        ValueError: unless `epochs` is finite and positive.
+    """
+    _require_positive("epochs", epochs)
+    return (0.15 * epochs if epochs < 1 else min(1.0, 0.15 + 0.85 * (epochs - 1) / 3)) / epochs
+
+
 def _end_snapshots(epochs: float) -> tuple[float, ...]:
     """Return the four snapshot epochs of an ordinary run of `epochs`."""
-    window = 0.15 * epochs if epochs < 1 else min(1.0, 0.15 + 0.85 * (epochs - 1) / 3)
-    spacing = window / END_SNAPSHOTS
+    spacing = tail(epochs) * epochs / END_SNAPSHOTS
     return tuple(epochs - spacing * left for left in reversed(range(END_SNAPSHOTS)))
 
 

@@ -395,7 +395,8 @@ def _studies() -> dict[str, Study]:
     # The same at preset cpu (data/results/cpu/tuning.csv): with 16 members, not 3, they may overfit
     # more alone. A single model may not, so it keeps the higher weight decay.
     cpu = _family({**small, "ensemble": dataclasses.replace(small["ensemble"], weight_decay=0.7)})
-    cpu["single"] = dataclasses.replace(cpu["single"], weight_decay=1.0)
+    for name in ("single", "tail"):
+        cpu[name] = dataclasses.replace(cpu[name], weight_decay=1.0)
     quick = {
         "q0": dataclasses.replace(small["q0"], batch_tokens=1024, horizon=24),
         "ensemble": dataclasses.replace(small["ensemble"], batch_tokens=1024),
@@ -461,26 +462,18 @@ def _studies() -> dict[str, Study]:
 
 def _family(methods: dict[str, Method]) -> dict[str, Method]:
     """q0 and its baseline, with the methods that follow from them by a field or two."""
-    q0, ensemble = methods["q0"], methods["ensemble"]
+    ensemble = methods["ensemble"]
+    single = dataclasses.replace(ensemble, trajectories=1, cycles=1, epochs_per_cycle=0.0)
     return {
         **methods,
         # The stronger baseline that the paper leaves out: each member distils the one before it.
         "distilled_ensemble": dataclasses.replace(
             ensemble, teacher="previous_member", distill_after=1
         ),
-        "single": dataclasses.replace(ensemble, trajectories=1, cycles=1, epochs_per_cycle=0.0),
-        # For budgets of a few epochs: one ordinary run, four snapshots in its last quarter.
-        "tail": dataclasses.replace(
-            q0,
-            trajectories=1,
-            cycles=4,
-            epochs_per_cycle=0.0,
-            tail=0.25,
-            teacher="none",
-            perturb_start=0.0,
-            perturb_end=0.0,
-            edge_batch_tokens=0,
-        ),
+        "single": single,
+        # For budgets of a few epochs: the same run, four snapshots in its last quarter mixed where
+        # `single` averages its last weights.
+        "tail": dataclasses.replace(single, cycles=4, tail=0.25, ema_fraction=0.0),
     }
 
 

@@ -26,12 +26,13 @@ from q0lib import config, paths
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("test", "validation", "fitness", "train")
 HELD_OUT = ("fitness", "validation", "test")
-FORMAT = 1
+FORMAT = 2
 
 # Shares of the text (by characters) that each pool of a shuffled corpus holds.
 _POOLS = {"test": 0.1, "validation": 0.1, "fitness": 0.1, "train": 0.7}
-# As in the paper: validation first, then the training file whose front is the fitness set.
-_STREAM_ORDER = ("validation", "fitness", "train", "test")
+# As in the paper: validation first, then the training file whose front is the fitness set; test
+# before train, so that a larger training budget does not move it.
+_STREAM_ORDER = ("validation", "test", "fitness", "train")
 _BATCH = 1024  # documents tokenised at a time
 
 

@@ -9,6 +9,7 @@ of a longer one) are trained once.
 """
 
 import argparse
+import math
 import signal
 import sys
 import threading
@@ -20,10 +21,11 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from q0lib import config, paths, population, sweep, trajectory
+from q0lib import allocation, config, paths, population, sweep, trajectory
 
 PARTS = ("tuning", "main", "splits", "ablation", "reference", "small")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
+UNDISTILLED = "no distillation"
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Extent:
     budgets: tuple[float, ...]  # at which the curves have points
     q0: tuple[tuple[int, float], ...]  # trajectories, and how long each is
     ensemble: float
-    splits: tuple[float, ...]  # epochs a member, beside the preset's
+    splits: dict[float, str]  # epochs a member, beside the preset's, and the fields tuned for it
     single: tuple[float, ...]
-    ablation: float
+    ablation: tuple[float, ...]  # where variants are compared; they are trained to the last
     small: tuple[float, ...]
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
@@ -63,32 +65,35 @@ _CPU_TRIALS = (
         (64, "weight_decay=1.0"), (64, "weight_decay=1.5"), (64, "weight_decay=0.7"),
         (64, "weight_decay=0.5"), (32, "weight_decay=1.0 matrix_lr=0.045"),
         (48, "weight_decay=0.7 matrix_lr=0.02"), (48, "weight_decay=0.7 batch_tokens=1024"),
-        (48, "weight_decay=0.7 dropout=0.1"),
+        (48, "weight_decay=0.7 dropout=0.1"), (64, "weight_decay=0.7 epochs_per_cycle=8"),
+        (64, "weight_decay=1.0 epochs_per_cycle=32"),
     )),
 )  # fmt: skip
 
 EXTENTS = {
     "quick": Extent(
-        budgets=(1, 2, 4, 8, 16, 24, 32, 48), q0=((1, 48), (2, 24)), ensemble=48, splits=(8,),
-        single=(1, 2, 4, 8, 16, 32), ablation=48, small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
+        budgets=(1, 2, 4, 8, 16, 24, 32, 48), q0=((1, 48),), ensemble=48,
+        splits={8: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(16, 32, 48),
+        small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
         sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4), recipe=(),
     ),
     "cpu": Extent(
         budgets=(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160,
                  192, 224, 256, 288, 320, 384, 448, 512),
-        q0=((4, 128),), ensemble=256, splits=(8, 32), single=(1, 2, 4, 8, 16, 32, 64),
-        ablation=128, small=(1, 2, 4, 8), multiples=_MULTIPLES,
+        q0=((4, 128),), ensemble=256,
+        splits={8: "weight_decay=0.7", 32: "weight_decay=1.0"}, single=(1, 2, 4, 8, 16, 32, 64),
+        ablation=(32, 64, 128), small=(1, 2, 4, 8), multiples=_MULTIPLES,
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6), recipe=(),
         trials=_CPU_TRIALS,
     ),
     "gpu": Extent(
-        budgets=(1, 2, 4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits=(16,),
-        single=(1, 2, 4, 8, 16, 32), ablation=32, small=(1, 2, 4, 8), multiples=_MULTIPLES,
+        budgets=(1, 2, 4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits={16: ""},
+        single=(1, 2, 4, 8, 16, 32), ablation=(16, 32), small=(1, 2, 4, 8), multiples=_MULTIPLES,
         sizes=_size(384, 6, 6) | _size(768, 12, 6) | _size(1280, 20, 10), recipe=(),
     ),
     "paper": Extent(
         budgets=(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), q0=((2, 128),), ensemble=256,
-        splits=(16,), single=(1, 2, 4, 8, 16, 32), ablation=256, small=(1, 2, 4, 8),
+        splits={16: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(64, 128, 256), small=(1, 2, 4, 8),
         multiples=_MULTIPLES,
         recipe=("model.loop_start=0", "model.loop_end=0", "model.multi_token=false"),
         sizes=_size(768, 12, 6) | _size(1280, 20, 10) | _size(1664, 26, 13),
@@ -155,12 +160,13 @@ def _tuning(extent: Extent, base: config.Study) -> list[Experiment]:
 
 
 def _splits(extent: Extent, base: config.Study) -> list[Experiment]:
-    own = base.methods["ensemble"].epochs_per_cycle
-    return [
-        Experiment("splits", f"{extent.ensemble / epochs:g} models x {epochs:g} epochs",
-                   "ensemble", extent.ensemble, (f"ensemble.epochs_per_cycle={epochs:g}",))
-        for epochs in sorted({*extent.splits, own})
-    ]  # fmt: skip
+    all_splits = {base.methods["ensemble"].epochs_per_cycle: "", **extent.splits}
+    found = []
+    for epochs, fields in sorted(all_splits.items()):
+        changed = [f"ensemble.{each}" for each in (f"epochs_per_cycle={epochs:g}", *fields.split())]
+        label = f"{extent.ensemble / epochs:g} models x {epochs:g} epochs"
+        found.append(Experiment("splits", label, "ensemble", extent.ensemble, tuple(changed)))
+    return found
 
 
 def _ablations(extent: Extent, base: config.Study) -> list[Experiment]:
@@ -173,7 +179,7 @@ def _ablations(extent: Extent, base: config.Study) -> list[Experiment]:
 
     changes = {
         FULL: (),
-        "no distillation": ("q0.teacher=none",),
+        UNDISTILLED: ("q0.teacher=none",),
         "teacher every second cycle": ("q0.teacher_every=2",),
         "flat weight decay": ("q0.wd_schedule=flat",),
         "weight decay in phase": ("q0.wd_schedule=in_phase",),
@@ -182,10 +188,14 @@ def _ablations(extent: Extent, base: config.Study) -> list[Experiment]:
         "cycles of 4 epochs": length(4),
         "EMA in the cycle": ("q0.ema_fraction=0.5",),
     }
+    last = max(extent.ablation)
+    # A third longer, so that it can be read where it has cost as much as the full recipe.
+    longer = math.ceil(4 / 3 * last / q0.epochs_per_cycle) * q0.epochs_per_cycle
     return [
-        Experiment("ablation", label, "q0", extent.ablation, ("q0.trajectories=1", *changed))
+        Experiment("ablation", label, "q0", longer if label == UNDISTILLED else last,
+                   ("q0.trajectories=1", *changed))
         for label, changed in changes.items()
-    ]
+    ]  # fmt: skip
 
 
 def _reference(extent: Extent, base: config.Study) -> list[Experiment]:
@@ -205,7 +215,8 @@ def _small(extent: Extent, base: config.Study) -> list[Experiment]:
         cycles = ("q0.trajectories=1", f"q0.epochs_per_cycle={tau:g}")
         found += [
             Experiment("small", "one model", "single", epochs),
-            Experiment("small", "one model, snapshots in its tail", "tail", epochs),
+            Experiment("small", "one model, snapshots in its tail", "tail", epochs,
+                       (f"tail.tail={allocation.tail(epochs):.6g}",)),
             Experiment("small", "cycles", "q0", epochs, cycles),
             *(Experiment("small", f"models of {each:g} epochs", "ensemble", epochs,
                          (f"ensemble.epochs_per_cycle={each:g}",))
@@ -308,34 +319,43 @@ def _member_bar(runs: Sequence[config.Run]) -> Iterator[None]:
 def cost_table(found: Sequence[tuple[Experiment, config.Run]]) -> pd.DataFrame:
     """What each run is for, what it needs, and, once it is trained, what it took.
 
-    Columns: part, label, method, seed, epochs, tokens and flops (of training, foretold), done,
-    core_hours (of training, measured; nan before), shared (a row above trained the same
-    directory at least as far, so that this one cost nothing more), run, overrides.
+    What two runs share (a prefix, in one directory) is charged to the first of them.
+
+    Columns: part, label, method, seed, epochs; charged (epochs that are not charged above);
+    tokens and flops (of training them, foretold); done; hours (of training them, on one device,
+    which on a CPU is one core; nan before); run, overrides.
     """
-    rows, trained = [], dict[Path, float]()
+    rows, trained = [], dict[tuple[Path, int], int]()
     for each, run in found:
         need, done = trajectory.estimate(run), population.is_complete(run)
-        hours = float("nan")
-        if done:
-            members = population.load(run).members
-            hours = members.groupby("trajectory").train_seconds.max().sum() / 3600
-        before = trained.get(run.directory, 0.0)
-        trained[run.directory] = max(before, run.epochs)
+        cycles, seconds = 0, 0.0
+        for index in range(run.trajectories):
+            before = trained.get((run.directory, index), 0)
+            trained[run.directory, index] = max(before, run.cycles)
+            if before < run.cycles:
+                cycles += run.cycles - before
+                seconds += _train_seconds(run, index, run.cycles) if done else math.nan
+                seconds -= _train_seconds(run, index, before) if done and before else 0.0
+        share = cycles / (run.trajectories * run.cycles)
         rows.append(
             {"part": each.part, "label": each.label, "method": each.method, "seed": run.seed,
-             "epochs": run.epochs, "tokens": need["tokens"], "flops": need["flops"], "done": done,
-             "core_hours": hours, "shared": before >= run.epochs,
+             "epochs": run.epochs, "charged": share * run.epochs, "tokens": share * need["tokens"],
+             "flops": share * need["flops"], "done": done, "hours": seconds / 3600,
              "run": f"{run.preset}/{run.directory.name}", "overrides": " ".join(each.overrides)}
         )  # fmt: skip
     return pd.DataFrame(rows)
 
 
+def _train_seconds(run: config.Run, trajectory: int, cycles: int) -> float:
+    path = population.member_path(run.directory, trajectory, cycles - 1)
+    return float(population.read_record(path)["train_seconds"])
+
+
 def summarise(table: pd.DataFrame) -> pd.DataFrame:
-    """A `cost_table` by part: runs, how many are done, tokens, FLOPs and core-hours; and in all."""
-    own = table[~table.shared]
-    parts = own.groupby("part", sort=False).agg(
-        runs=("done", "size"), done=("done", "sum"), tokens=("tokens", "sum"),
-        flops=("flops", "sum"), core_hours=("core_hours", "sum"),
+    """A `cost_table` by part: runs, how many are done, epochs, tokens, FLOPs, hours; and in all."""
+    parts = table.groupby("part", sort=False).agg(
+        runs=("done", "size"), done=("done", "sum"), epochs=("charged", "sum"),
+        tokens=("tokens", "sum"), flops=("flops", "sum"), hours=("hours", "sum"),
     )  # fmt: skip
     return pd.concat([parts, parts.sum().to_frame("all").T.rename_axis("part")])
 
@@ -369,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    columns = ["part", "label", "seed", "epochs", "done", "core_hours", "shared"]
+    columns = ["part", "label", "seed", "epochs", "charged", "done", "hours"]
     print(table[columns].to_string(index=False, na_rep="", float_format="%.3g"))
     print(f"\n{summarise(table).round(2).to_string()}")
     return 0

@@ -137,11 +137,12 @@ def trajectories(
     """
     budgets = frame["total_epochs"].to_numpy(float)
     for color, name in zip(TRAJECTORY_COLORS, _counts(frame), strict=False):
-        losses = frame[name].to_numpy(float)
+        known = frame[frame[name].notna()]
+        x, losses = (known[column].to_numpy(float) for column in ("total_epochs", name))
         text = f"N = {name[1:]}"
-        _extrapolated(ax, budgets, losses, _guessed(frame, name), color, text)
-        ax.errorbar(budgets, losses, yerr=error, fmt="none", ecolor=color, elinewidth=0.7)
-        say(ax, text, (budgets[0], losses[0]), color, (-5, 0), ha="right")
+        _extrapolated(ax, x, losses, _guessed(known, name), color, text)
+        ax.errorbar(x, losses, yerr=error, fmt="none", ecolor=color, elinewidth=0.7)
+        say(ax, text, (x[0], losses[0]), color, (-5, 0), ha="right")
     ax.set_ylabel(LOSS)
     _budget_axis(ax, budgets, regimes)
 
@@ -416,7 +417,7 @@ def _budget_axis(
     ax.set_xscale("log", base=2)
     left, right = budgets[0] * 0.62, budgets[-1] * 1.5
     ax.set_xlim(left, right)
-    _plain_ticks(ax, budgets)
+    _plain_ticks(ax, _apart(budgets))
     for index, (start, end, text) in enumerate(regimes):
         start, end = max(start, left), min(end, right)
         if index % 2:

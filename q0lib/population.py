@@ -223,7 +223,7 @@ def write_result(run: config.Run, directory: Path) -> None:
     cycles += [0] * (run.trajectories - len(cycles))
     cycles[: run.trajectories] = [max(c, run.cycles) for c in cycles[: run.trajectories]]
     records = [
-        _read_record(member_path(directory, trajectory, count - 1))
+        read_record(member_path(directory, trajectory, count - 1))
         for trajectory, count in enumerate(cycles)
     ]
     totals = {name: sum(record[name] for record in records) for name in ("epochs", *SPENT)}
@@ -283,7 +283,7 @@ def load(run: config.Run, directory: Path | None = None) -> Population:
     for trajectory in range(run.trajectories):
         for cycle in range(run.cycles):
             path = member_path(directory, trajectory, cycle)
-            record = _read_record(path)
+            record = read_record(path)
             if records and record["fingerprints"] != records[0]["fingerprints"]:
                 raise ValueError(
                     f"{path} was evaluated on other tokens than the members before it: "
@@ -305,7 +305,12 @@ def _documents(directory: Path) -> dict[str, np.ndarray]:
         return {name: file.get_tensor(name) for name in corpus.HELD_OUT}
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
+    """What a member's file says of it: a row of `Population.members`.
+
+    Raises:
+        ValueError: the file is damaged; says what to do.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             return json.loads(file.metadata()["record"])

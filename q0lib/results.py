@@ -19,6 +19,14 @@ from q0lib.population import Population, load
 
 SPLITS = ("fitness", "validation", "test")
 DRAWS = 1000  # of test documents, for an interval
+WRITTEN_BY = {
+    **dict.fromkeys(("ablations", "snapshots"), "01_cycles"),
+    **dict.fromkeys(("epoch_efficiency", "test_documents"), "04_epoch_efficiency"),
+    **dict.fromkeys(("reference", "reference_documents", "data_efficiency"), "05_data_efficiency"),
+    **dict.fromkeys(("small_budgets", "splits"), "06_allocation"),
+    **dict.fromkeys(("runs", "tuning"), "measured_study"),
+    "epoch_multipliers": "04_epoch_efficiency",
+}
 PRIOR_TABLES = (
     "prior_fits",
     "prior_weights",
@@ -159,6 +167,8 @@ def at_budget(population: Population, epochs: float, trajectories: int) -> Popul
     fits = trajectories <= run.trajectories and cycles <= run.cycles
     if not fits or abs(trajectories * cycles * tau - epochs) > 1e-9:
         return None
+    if run.method.tail and cycles < run.cycles:
+        return None  # the snapshots of a tail do not stand where cycles would end
     return population.prefix(trajectories, cycles)
 
 
@@ -189,7 +199,7 @@ def fitness_curve(
 def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
     """The loss of each snapshot of one trajectory, and of the learned mixture of all up to it.
 
-    Columns: epochs, member, mixture (nats per token).
+    Columns: epochs, flops (spent on it so far), member, mixture (nats per token).
     """
     rows = []
     for cycles in range(1, population.run.cycles + 1):
@@ -199,6 +209,7 @@ def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
         rows.append(
             {
                 "epochs": last.epochs,
+                "flops": last.flops,
                 "member": last[f"{split}_loss"],
                 "mixture": ensemble.mixture_nll(weights, part.P[split]),
             }
@@ -280,7 +291,7 @@ def epoch_curves(
     the number of trajectories that is best on validation over the seeds; "paper" takes both by
     the test loss that is reported, as the paper does with its validation loss.
 
-    Columns: seed, method, epochs, flops, trajectories, choice, k, loss.
+    Columns: seed, method, epochs, flops, trajectories, choice, k, validation, loss.
     """
     judge = "validation" if protocol == "clean" else "test"
     curves = []
@@ -305,7 +316,7 @@ def epoch_curves(
         ]
     curve = pd.concat(curves).drop_duplicates(["seed", "method", "epochs"])
     return curve.rename(columns={"test": "loss"})[
-        ["seed", "method", "epochs", "flops", "trajectories", "choice", "k", "loss"]
+        ["seed", "method", "epochs", "flops", "trajectories", "choice", "k", "validation", "loss"]
     ].reset_index(drop=True)
 
 
@@ -342,9 +353,13 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
             chosen = prior.select(P, int(point.k), point.choice, fitted)
             nll = -ensemble.mixture_log_probs(chosen.weights, part.P["test"])
             sums[point.method, seed, epochs] = np.bincount(index, weights=nll)
-    frame = pd.DataFrame(sums.values()).add_prefix("d")
-    keys = pd.DataFrame(sums.keys(), columns=["method", "seed", "epochs"])
-    return pd.concat([keys, frame], axis=1)
+    return document_frame(sums)
+
+
+def document_frame(sums: dict[tuple, np.ndarray]) -> pd.DataFrame:
+    """A table of losses by document: `sums` holds them by (method, seed, epochs)."""
+    frame = pd.DataFrame(list(sums.values())).add_prefix("d")
+    return pd.concat([pd.DataFrame(list(sums), columns=POINT), frame], axis=1)
 
 
 def over_seeds(curves: pd.DataFrame) -> pd.DataFrame:
@@ -370,31 +385,42 @@ def multipliers(
     with its 95% interval, which is nan when a seed has no crossing; `reached` counts the seeds
     that have one, and `cases` says in words what each seed did. The interval is Student's over
     training seeds; with `documents` (`document_losses` of these curves) it also holds what other
-    test documents would have said, the two half-widths added as squares.
+    test documents would have said, the two half-widths added as squares, and with one seed that
+    alone. `clipped` is the share of resampled texts without a crossing, where the end of the
+    curve stood in for it; `own_k` the reference's members at its last point.
     """
     rows = []
     others = [name for name in curves.method.unique() if name not in references]
     for reference in references:
-        for method in others if reference in set(curves.method) else []:
+        theirs = curves[curves.method == reference].sort_values("epochs")
+        for method in others if len(theirs) else []:
             for axis in ("epochs", "flops"):
+                pair = curves[curves.method.isin([method, reference])]
+                pair = pair.sort_values("loss").drop_duplicates(["seed", "method", axis])
                 values, cases = [], []
-                for _, block in curves[curves.method.isin([method, reference])].groupby("seed"):
+                for _, block in pair.groupby("seed"):
                     unit = "epochs" if axis == "epochs" else "FLOPs"
                     found = efficiency.crossings(block, reference, axis, unit).iloc[0]
                     values.append(float(found.multiplier))
                     cases.append(str(found.label))
                 mean, low, high = efficiency.interval(values)
-                if documents is not None:
-                    draws = _resampled_multipliers(curves, method, reference, axis, documents)
-                    half = math.hypot(high - mean, 1.96 * draws.std())
+                clipped = math.nan
+                if documents is not None and np.isfinite(mean):
+                    draws, clipped = _resampled_multipliers(
+                        pair, method, reference, axis, documents
+                    )
+                    of_seeds = high - mean if len(values) > 1 else 0.0
+                    half = math.hypot(of_seeds, 1.96 * draws.std())
                     low, high = mean - half, mean + half
                 rows.append(
                     {"method": method, "reference": reference, "axis": axis, "multiplier": mean,
                      "low": low, "high": high, "seeds": len(values),
-                     "reached": int(np.isfinite(values).sum()), "cases": "; ".join(cases)}
+                     "reached": int(np.isfinite(values).sum()), "clipped": clipped,
+                     "own_k": int(theirs.k.iloc[-1]),
+                     "cases": "; ".join(cases)}
                 )  # fmt: skip
     columns = ["method", "reference", "axis", "multiplier", "low", "high", "seeds", "reached"]
-    return pd.DataFrame(rows, columns=[*columns, "cases"])
+    return pd.DataFrame(rows, columns=[*columns, "clipped", "own_k", "cases"])
 
 
 def multiplier_by_budget(
@@ -422,38 +448,55 @@ def multiplier_by_budget(
 
 def _resampled_multipliers(
     curves: pd.DataFrame, method: str, reference: str, axis: str, documents: pd.DataFrame
-) -> np.ndarray:
+) -> tuple[np.ndarray, float]:
     """Mean multipliers over seeds [draws], each on test documents drawn anew with replacement.
 
     Every point of every curve sees the same draw. Where a draw shows no crossing, its bound (the
-    curve's last or first cost) stands in.
+    curve's last or first cost) stands in; the share of those comes second.
     """
-    sums = documents.set_index(["method", "seed", "epochs"]).filter(regex=r"^d\d+$")
-    tokens = sums.loc["tokens"].to_numpy()[0]
-    known = sums.sum(axis=1) / tokens.sum()
-    for row in curves[curves.method.isin([method, reference])].itertuples():
-        if not abs(known.get((row.method, row.seed, row.epochs), np.nan) - row.loss) < 1e-4:
-            raise ValueError(
-                f"the documents do not add up to the loss of {row.method}, seed {row.seed}, "
-                f"{row.epochs:g} epochs: they are of other curves"
-            )
-    draws = np.random.default_rng(0).multinomial(
-        len(tokens), np.full(len(tokens), 1 / len(tokens)), size=DRAWS
-    )
-    total, seeds = np.zeros(DRAWS), curves.seed.unique()
+    losses = resampled_losses(documents)
+    means = documents.set_index(POINT).filter(regex=r"^d\d+$").sum(axis=1)
+    means /= means.loc["tokens"].iloc[0]
+    total, seeds, clipped = np.zeros(DRAWS), curves.seed.unique(), 0
     for seed in seeds:
         of_seed = curves[curves.seed == seed].sort_values(axis)
         ours, theirs = (of_seed[of_seed.method == name] for name in (method, reference))
-        losses = []
+        drawn = []
         for rows in (ours, theirs.tail(1)):
             points = [(row.method, seed, row.epochs) for row in rows.itertuples()]
-            losses.append(draws @ sums.loc[points].to_numpy().T / (draws @ tokens)[:, None])
+            off = [point for point, loss in zip(points, rows.loss, strict=True)
+                   if not abs(means.get(point, np.nan) - loss) < 1e-4]  # fmt: skip
+            if off:
+                raise ValueError(
+                    f"the documents do not add up to the loss of {off[0][0]}, seed {seed}, "
+                    f"{off[0][2]:g} epochs: they are of other curves"
+                )
+            drawn.append(np.stack([losses[point] for point in points]))
         x, cost = ours[axis].to_numpy(), float(theirs[axis].iloc[-1])
         for draw in range(DRAWS):
-            matched = efficiency.matched_epochs(x, losses[0][draw], losses[1][draw, 0])
+            matched = efficiency.matched_epochs(x, drawn[0][:, draw], drawn[1][0, draw])
+            clipped += not math.isfinite(matched)
             matched = x[-1] if math.isinf(matched) else x[0] if math.isnan(matched) else matched
             total[draw] += cost / matched / len(seeds)
-    return total
+    return total, clipped / (DRAWS * len(seeds))
+
+
+POINT = ["method", "seed", "epochs"]  # what names a point of a curve
+
+
+def resampled_losses(documents: pd.DataFrame) -> dict[tuple, np.ndarray]:
+    """The losses [draws] of every point of `document_losses`, on documents drawn anew.
+
+    The draws are the same for every point, and the same for every table of the same text.
+    """
+    sums = documents.set_index(POINT).filter(regex=r"^d\d+$")
+    tokens = sums.loc["tokens"].to_numpy()[0]
+    draws = np.random.default_rng(0).multinomial(
+        len(tokens), np.full(len(tokens), 1 / len(tokens)), size=DRAWS
+    )
+    points = sums[sums.index.get_level_values("method") != "tokens"]
+    losses = draws @ points.to_numpy().T / (draws @ tokens)[:, None]
+    return {point: losses[:, i] for i, point in enumerate(points.index)}
 
 
 def short_label(table: pd.DataFrame, method: str = "q0", reference: str = "ensemble") -> str:
@@ -492,8 +535,9 @@ def read(path: Path, **asked: Sequence[object]) -> pd.DataFrame:
         ValueError: a value asked for is nowhere in its column.
     """
     if not path.exists():
+        notebook = WRITTEN_BY.get(path.stem, "the notebook")
         raise FileNotFoundError(
-            f"{path} is not there; run the notebook with recompute=True to train and write it"
+            f"{path} is not there; run {notebook} with recompute=True to train and write it"
         )
     table = pd.read_csv(path)
     for column, values in asked.items():

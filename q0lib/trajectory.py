@@ -217,7 +217,7 @@ class Trajectory:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self._update_average(steps)
+        self._update_average()
         tokens = rows * self.run.model.context
         student = forward_flops(self.run.model, looped, multi_token=True)
         teacher = forward_flops(self.run.model) if self.teacher is not None else 0.0
@@ -267,7 +267,8 @@ class Trajectory:
         loss.backward()
         return float(entropy)
 
-    def _update_average(self, steps: int) -> None:
+    def _update_average(self) -> None:
+        steps = self.plan[self.cycle].steps
         if self.step + 1 <= steps * (1 - self.method.ema_fraction):
             return
         weights = self.model.state_dict()

@@ -37,6 +37,18 @@ def test_ablations_are_paired_with_the_full_recipe_at_the_same_budget(found):
     weights = prior.fit_prior(part.P["fitness"]).weights
     assert slow.learned == pytest.approx(ensemble.mixture_nll(weights, part.P["test"]))
     assert np.isnan(slow.k8), "four snapshots have no eight"
+    with pytest.raises(ValueError, match="slow has no snapshot after 6 epochs"):
+        evidence.ablation_tables(found, [6])
+    # The error of the mean over seeds is that of the mean difference, token by token.
+    differences = []
+    for full, other in ((found[0][1], found[1][1]), (found[2][1], found[3][1])):
+        pair = [population.load(run).prefix(1, 16 // int(run.method.epochs_per_cycle))
+                for run in (other, full)]  # fmt: skip
+        nll = [-ensemble.mixture_log_probs(prior.fit_prior(p.P["fitness"]).weights, p.P["test"])
+               for p in pair]  # fmt: skip
+        differences.append(nll[0] - nll[1])
+    error = ensemble.standard_error(np.mean(differences, axis=0), pair[0].documents["test"])
+    assert slow.mean_behind_se == pytest.approx(error)
     snapshots = tables["snapshots"]
     assert snapshots.groupby("variant").size().to_dict() == {FULL: 32, "slow": 16}
 
@@ -44,7 +56,7 @@ def test_ablations_are_paired_with_the_full_recipe_at_the_same_budget(found):
 def test_variants_are_compared_over_seeds_and_documents():
     rows = pd.DataFrame(
         [{"variant": v, "seed": s, "epochs": 8, "snapshot": 5.0, "learned": 4.0,
-          "behind": 0.01 * s + shift, "behind_se": 0.002}
+          "behind": 0.01 * s + shift, "behind_se": 0.003, "mean_behind_se": 0.002}
          for v, shift in (("a", 0.0), ("b", 0.1), ("c", 0.0)) for s in (0, 1)]
     )  # fmt: skip
     table = evidence.compare(rows, ["a", "b"]).set_index("variant")
@@ -52,17 +64,29 @@ def test_variants_are_compared_over_seeds_and_documents():
     half = np.hypot(12.7062 * 0.01 / np.sqrt(2) / np.sqrt(2), 1.96 * 0.002)
     assert table.high["a"] - table.behind["a"] == pytest.approx(half, rel=1e-4)
     alone = evidence.compare(rows[rows.seed == 1], ["a"]).iloc[0]
-    assert alone.high == pytest.approx(0.01 + 1.96 * 0.002)
+    assert alone.high == pytest.approx(0.01 + 1.96 * 0.003)
 
 
 def test_small_budgets_have_a_row_each(found):
     table = evidence.small_table(found)
     assert table.spent_on.tolist() == [FULL, "slow"] * 2
     assert (table.learned < table.snapshot).all()
+    assert (table.mixed == table.learned).all()
 
 
-def test_trials_are_read_on_validation_at_their_budget_and_half_of_it(found):
-    table = evidence.tuning_table(found[:1]).set_index("epochs")
+def test_splits_are_uniform_mixtures_of_their_first_members(monkeypatch):
+    run = tiny_study().run("ensemble", 8)
+    whole = made(run, 4)
+    monkeypatch.setattr(population, "load", lambda run: whole)
+    table = evidence.split_table([(Experiment("splits", "4 x 2", "ensemble", 8), run)])
+    assert table.total.tolist() == [2, 4, 6, 8]
+    assert table.test[2] == pytest.approx(-np.log(whole.P["test"][:3].mean(0)).mean(), abs=1e-6)
+
+
+def test_trials_are_read_on_validation_at_every_budget_that_has_a_trial(found):
+    shorter = (Experiment("tuning", "x", "q0", 16), found[0][1])
+    whole = (Experiment("tuning", "x", "q0", 32), found[0][1])
+    table = evidence.tuning_table([whole, shorter]).iloc[:2].set_index("epochs")
     assert table.index.tolist() == [16, 32]
     half = population.load(found[0][1]).prefix(1, 8)
     assert table.members[16] == 8
@@ -75,7 +99,7 @@ def test_trials_are_read_on_validation_at_their_budget_and_half_of_it(found):
 def reference():
     return pd.DataFrame(
         [
-            {"size": size, "tokens": tokens, "seed": seed, "batch_tokens": 8, "matrix_lr": 0.1,
+            {"size": size, "tokens": tokens, "multiple": tokens / 100, "seed": seed,
              "validation": loss, "test": loss + 0.1 * seed}
             for seed in (0, 1)
             for size, losses in {"s": [5.0, 4.6, 4.4], "l": [5.2, 4.5, 4.0]}.items()
@@ -84,19 +108,45 @@ def reference():
     )  # fmt: skip
 
 
+def by_document(points, spread):
+    """Documents of ten tokens that add up to the losses of `points`, each off by its own."""
+    rng = np.random.default_rng(0)
+    sums = {("tokens", -1, 0.0): np.full(40, 10.0)}
+    for *point, loss in points:
+        noise = rng.normal(0, spread, 40)
+        sums[tuple(point)] = 10 * (loss + noise - noise.mean())
+    return results.document_frame(sums)
+
+
 def test_the_reference_takes_the_best_size_and_efficiency_reads_it():
     line = evidence.reference_curve(reference())
     assert line[line.seed == 0]["size"].tolist() == ["s", "l", "l"]
     curves = pd.DataFrame(
         {"method": ["q0"] * 4, "seed": [0, 0, 1, 1], "epochs": [8, 16] * 2,
-         "loss": [4.9, 4.3, 4.8, 4.55]}
+         "validation": [4.9, 4.3] * 2, "loss": [4.9, 4.3, 4.8, 4.55]}
     )  # fmt: skip
-    table = evidence.data_efficiency(curves, line, 100, [("q0", 16)]).iloc[0]
+    columns = ["size", "seed", "multiple", "test"]
+    texts = [
+        by_document(curves[["method", "seed", "epochs", "loss"]].to_numpy(), spread)
+        for spread in (0.0, 0.1)
+    ]
+    of_line = by_document(reference()[columns].to_numpy(), 0.0)
+    given = (line, 100, [("q0", 16), ("q0", 32)])
+    table = evidence.data_efficiency(curves, *given, texts[0], of_line)
+    assert len(table) == 1, "a budget that the curves do not have is left out"
+    row = table.iloc[0]
     # the reference's means are 5.05, 4.55, 4.05: 4.3 is halfway from 200 to 400, 4.55 at 200
-    assert table.multiplier == pytest.approx((3 + 2) / 2)
-    assert table.cases == "3.00x; 2.00x"
-    assert evidence.data_efficiency(curves, line, 100, [("q0", 0)]).epochs.item() == 16
-    beyond = evidence.data_efficiency(curves.assign(loss=3.0), line, 100, [("q0", 16)]).iloc[0]
+    assert row.multiplier == pytest.approx((3 + 2) / 2)
+    assert row.cases == "3.00x; 2.00x"
+    assert row.high - row.multiplier == pytest.approx(12.7062 * 0.5, rel=1e-4)
+    wider = evidence.data_efficiency(curves, *given, texts[1], of_line).iloc[0]
+    assert wider.high > row.high
+    alone = curves[curves.seed == 0]
+    of_one = evidence.data_efficiency(alone, *given, texts[1], of_line).iloc[0]
+    assert of_one.high > of_one.multiplier
+    best = evidence.data_efficiency(curves, line, 100, [("q0", 0)], texts[0], of_line)
+    assert best.epochs.item() == 16
+    beyond = evidence.data_efficiency(curves.assign(loss=3.0), *given, texts[0], of_line).iloc[0]
     assert np.isnan(beyond.multiplier)
     assert beyond.cases == "beyond 4.0x; beyond 4.0x"
 
@@ -105,15 +155,15 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     assert evidence.summary(tmp_path).empty
     multipliers = [
         {"protocol": protocol, "reference": reference, "axis": axis, "method": method,
-         "multiplier": 2.0, "low": 1.5, "high": 2.5, "seeds": 3}
+         "multiplier": 2.0, "low": 1.5, "high": 2.5, "seeds": 3, "own_k": 16}
         for protocol in ("clean", "paper")
         for reference in ("ensemble", "distilled_ensemble")
         for axis in ("epochs", "flops")
-        for method in ("q0", "q0_k8")
+        for method in ("q0", "q0_k8", "q0_k16")
     ]  # fmt: skip
     results.write(pd.DataFrame(multipliers), tmp_path / "epoch_multipliers.csv")
     ratios = [
-        {"reference": "one recipe", "method": method, "epochs": epochs, "multiplier": 7.0,
+        {"method": method, "epochs": epochs, "multiplier": 7.0,
          "low": 6, "high": 8, "seeds": 3}
         for method, epochs in (("q0", 256), ("q0", 512), ("ensemble", 256))
     ]  # fmt: skip
@@ -122,8 +172,8 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     assert list(table) == ["metric", "value", "low", "high", "seeds", "split"]
     asked = {
         "epoch_efficiency_best_k", "epoch_efficiency_k8", "flop_efficiency_best_k",
-        "flop_efficiency_k8", "epoch_efficiency_vs_distilled_ensemble", "data_efficiency_q0",
-        "data_efficiency_q0_512_epochs", "data_efficiency_baseline",
+        "flop_efficiency_k8", "epoch_efficiency_own_k", "epoch_efficiency_vs_distilled_ensemble",
+        "data_efficiency_q0", "data_efficiency_q0_512_epochs", "data_efficiency_baseline",
     }  # fmt: skip
     assert asked <= set(table.metric)
     assert table.metric.is_unique

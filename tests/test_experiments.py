@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from conftest import tiny_study
 
-from q0lib import config, experiments, trajectory
+from q0lib import config, experiments, population, trajectory
 
 
 def changed(one: config.Run, other: config.Run) -> set[str]:
@@ -100,18 +100,26 @@ def test_unknown_names_are_one_sentence(preset, parts, words, capsys):
 
 
 def test_costs_are_measured_once_for_what_is_trained_once(text, runs):
-    study = tiny_study()
-    longer, shorter = (
-        (experiments.Experiment("main", name, "q0", epochs), study.run("q0", epochs))
-        for name, epochs in (("long", 4), ("short", 2))
-    )
-    before = experiments.cost_table([longer, shorter])
-    assert before.done.tolist() == [False, False]
-    assert before.shared.tolist() == [False, True]
-    trajectory.train_population(longer[1], text, progress=False)
-    after = experiments.cost_table([longer, shorter])
-    assert after.done.tolist() == [True, True]
-    assert 0 < after.core_hours[1] < after.core_hours[0]
+    shorter, longer, wider = (
+        (experiments.Experiment("main", name, "q0", epochs),
+         tiny_study(0, f"q0.trajectories={count}").run("q0", epochs))
+        for name, epochs, count in (("short", 2, 1), ("long", 4, 1), ("wide", 4, 2))
+    )  # fmt: skip
+    found = [shorter, longer, wider, shorter]
+    before = experiments.cost_table(found)
+    assert not before.done.any()
+    assert before.charged.tolist() == [2, 2, 2, 0]
+    for _, run in (longer, wider):
+        trajectory.train_population(run, text, progress=False)
+    after = experiments.cost_table(found)
+    assert after.done.all()
+    assert (after.hours[:3] > 0).all()
+    assert after.hours[3] == 0
+    records = [
+        population.read_record(population.member_path(longer[1].directory, *at))
+        for at in ((0, 1), (1, 0))
+    ]
+    whole = sum(record["train_seconds"] for record in records) / 3600
     parts = experiments.summarise(after)
-    assert parts.loc["all", "core_hours"] == after.core_hours[0]
-    assert parts.loc["main", ["runs", "done"]].tolist() == [1, 1]
+    assert parts.loc["all", "hours"] == pytest.approx(whole)
+    assert parts.loc["main", ["runs", "done", "epochs"]].tolist() == [4, 4, 6]

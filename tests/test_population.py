@@ -63,7 +63,7 @@ def test_rows_of_other_tokens_do_not_mix(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     path = population.member_path(copy, 0, 1)
-    record = population._read_record(path)
+    record = population.read_record(path)
     record["fingerprints"]["test"] = "0" * 16
     population.write_member(path, load_file(path), record)
     with pytest.raises(ValueError, match="was evaluated on other tokens"):

@@ -105,19 +105,45 @@ def test_document_losses_add_up_and_widen_the_interval():
         results.multipliers(curves.assign(loss=curves.loss + 0.01), ["ensemble"], documents)
     # The same by hand for one pair: a bootstrap of documents with the same draws.
     draws = np.random.default_rng(0).multinomial(20, np.full(20, 1 / 20), size=results.DRAWS)
+    at = documents.set_index(results.POINT).filter(regex="^d")
     one = curves[curves.method.isin(["q0_uniform", "ensemble"])]
-    values = np.zeros(results.DRAWS)
+    values, clipped = np.zeros(results.DRAWS), 0
     for seed in (0, 1):
         ours = one[(one.seed == seed) & (one.method == "q0_uniform")].sort_values("epochs")
-        at = documents.set_index(keys).filter(regex="^d")
+        x = ours.epochs.tolist()
         for draw, counts in enumerate(draws):
             total = counts @ tokens
-            y = [counts @ at.loc[("q0_uniform", seed, e)] / total for e in ours.epochs]
-            goal = counts @ at.loc[("ensemble", seed, 8.0)] / total
-            x = efficiency.matched_epochs(ours.epochs, y, goal)
-            values[draw] += 4 / (16 if math.isinf(x) else 2 if math.isnan(x) else x)
-    found = results._resampled_multipliers(curves, "q0_uniform", "ensemble", "epochs", documents)
+            y = [(counts * at.loc[("q0_uniform", seed, e)]).sum() / total for e in x]
+            goal = (counts * at.loc[("ensemble", seed, 8.0)]).sum() / total
+            matched = efficiency.matched_epochs(x, y, goal)
+            clipped += not math.isfinite(matched)
+            matched = x[-1] if math.isinf(matched) else x[0] if math.isnan(matched) else matched
+            values[draw] += 8 / matched / 2
+    found, share = results._resampled_multipliers(
+        one, "q0_uniform", "ensemble", "epochs", documents
+    )
     np.testing.assert_allclose(found, values)
+    assert share == clipped / (2 * results.DRAWS)
+
+
+def test_one_seed_has_the_interval_of_the_documents():
+    rng = np.random.default_rng(3)
+    points = [("q0", 0, 8.0, 4.9), ("q0", 0, 16.0, 4.5), ("ensemble", 0, 16.0, 4.7)]
+    common = rng.normal(0, 0.05, 50)
+    sums = {("tokens", -1, 0.0): np.full(50, 10.0)}
+    for method, seed, epochs, loss in points:
+        noise = common + rng.normal(0, 0.05, 50)
+        sums[method, seed, epochs] = 10 * (loss + noise - noise.mean())
+    curves = pd.DataFrame(
+        [{"method": m, "seed": s, "epochs": e, "flops": e, "k": 2, "loss": loss}
+         for m, s, e, loss in points]
+    )  # fmt: skip
+    row = results.multipliers(curves, ["ensemble"], results.document_frame(sums)).iloc[0]
+    assert row.multiplier == pytest.approx(16 / 12)
+    assert 0.01 < row.high - row.multiplier < 0.3
+    assert row.clipped == 0
+    assert row.own_k == 2
+    assert np.isnan(results.multipliers(curves, ["ensemble"]).low.iloc[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
