@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from conftest import made, tiny_study
 
-from q0lib import ensemble, evidence, population, prior, results
+from q0lib import ensemble, evidence, population, prior, results, trajectory
 from q0lib.experiments import FULL, Experiment
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens")
@@ -94,6 +94,25 @@ def test_trials_are_read_on_validation_at_every_budget_that_has_a_trial(found):
         -np.log(half.P["validation"].mean(0)).mean(), abs=1e-6
     )
     assert table.learned[32] < table.snapshot[32]
+
+
+def test_reference_tables_hold_every_run_and_refuse_two_texts(text, runs):
+    found = []
+    for multiple in (1, 2):
+        run = tiny_study(0, f"corpus.train_tokens={600 * multiple}").run("single", 1)
+        trajectory.train_population(run, progress=False)
+        found.append((Experiment("reference", f"s, {multiple}x tokens", "single", 1), run))
+    tables = evidence.reference_tables(found, 600)
+    assert tables["reference"].multiple.tolist() == [1, 2]
+    losses = results.resampled_losses(tables["reference_documents"])
+    assert set(losses) == {("s", 0, 1.0), ("s", 0, 2.0)}
+    test = population.load(found[1][1]).members.test_loss.item()
+    sums = tables["reference_documents"].set_index(results.POINT).sum(axis=1)
+    assert sums["s", 0, 2.0] / sums["tokens", -1, 0.0] == pytest.approx(test)
+    other = tiny_study(0, "corpus.test_tokens=300").run("single", 1)
+    trajectory.train_population(other, progress=False)
+    with pytest.raises(ValueError, match="evaluated on 2 different texts"):
+        evidence.reference_tables([*found, (found[0][0], other)], 600)
 
 
 def reference():

@@ -194,6 +194,16 @@ def test_a_tail_ends_as_one_ordinary_run_does_and_leaves_snapshots_on_its_way(te
     assert (np.diff(ends) > 0).all()
 
 
+def test_every_snapshot_of_a_tail_has_its_own_average(text, tmp_path):
+    averaged = []
+    run = tiny_study(0, "tail.ema_fraction=0.5", "tail.cycles=2", "tail.tail=1").run("tail", 4)
+    population.open_directory(run, tmp_path, text)
+    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    one._built = lambda weights: averaged.append(one.cycle) or GPT(run.model)
+    one.train(run.cycles, lambda: False, tqdm(disable=True))
+    assert averaged == [0, 1]
+
+
 def test_average_covers_the_last_part_of_the_cycle(text, tmp_path):
     run = tiny_study(0, "ensemble.ema_fraction=0.34", "ensemble.ema_decay=0.5").run("ensemble", 2)
     run = with_runtime(run, keep_weights=True)
