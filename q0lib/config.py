@@ -392,11 +392,9 @@ def _studies() -> dict[str, Study]:
             unembedding_lr=0.004, scalar_lr=0.1, weight_decay=1.0, dropout=0.0,
         ),
     }  # fmt: skip
-    # The same at preset cpu (data/results/cpu/tuning.csv): with 16 members, not 3, they may overfit
-    # more alone. A single model may not, so it keeps the higher weight decay.
-    cpu = _family({**small, "ensemble": dataclasses.replace(small["ensemble"], weight_decay=0.7)})
-    for name in ("single", "tail"):
-        cpu[name] = dataclasses.replace(cpu[name], weight_decay=1.0)
+    # At preset cpu (data/results/cpu/tuning.csv) the longer members make the better ensemble.
+    long = dataclasses.replace(small["ensemble"], epochs_per_cycle=32.0)
+    cpu = {**small, "ensemble": long}
     quick = {
         "q0": dataclasses.replace(small["q0"], batch_tokens=1024, horizon=24),
         "ensemble": dataclasses.replace(small["ensemble"], batch_tokens=1024),
@@ -416,7 +414,7 @@ def _studies() -> dict[str, Study]:
             name="cpu",
             corpus=Corpus(validation_tokens=30_720, test_tokens=30_720),
             model=Model(),
-            methods=cpu,
+            methods=_family(cpu),
             epochs=64,
         ),
         Study(

@@ -61,12 +61,12 @@ _CPU_TRIALS = (
         (32, "matrix_lr=0.055"), (32, "matrix_lr=0.03"), (32, "batch_tokens=1024"),
         (32, "alpha=0.6"),
     )),
-    *(("ensemble", epochs, fields) for epochs, fields in (
-        (64, "weight_decay=1.0"), (64, "weight_decay=1.5"), (64, "weight_decay=0.7"),
-        (64, "weight_decay=0.5"), (32, "weight_decay=1.0 matrix_lr=0.045"),
-        (48, "weight_decay=0.7 matrix_lr=0.02"), (48, "weight_decay=0.7 batch_tokens=1024"),
-        (48, "weight_decay=0.7 dropout=0.1"), (64, "weight_decay=0.7 epochs_per_cycle=8"),
-        (64, "weight_decay=1.0 epochs_per_cycle=32"),
+    *(("ensemble", epochs, f"epochs_per_cycle={fields}") for epochs, fields in (
+        (64, "16 weight_decay=1.0"), (64, "16 weight_decay=1.5"), (256, "16 weight_decay=0.7"),
+        (64, "16 weight_decay=0.5"), (32, "16 weight_decay=1.0 matrix_lr=0.045"),
+        (48, "16 weight_decay=0.7 matrix_lr=0.02"), (48, "16 weight_decay=0.7 batch_tokens=1024"),
+        (48, "16 weight_decay=0.7 dropout=0.1"), (64, "8 weight_decay=0.7"),
+        (256, "32 weight_decay=1.0"), (64, "32 weight_decay=1.3"),
     )),
 )  # fmt: skip
 
@@ -81,7 +81,7 @@ EXTENTS = {
         budgets=(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160,
                  192, 224, 256, 288, 320, 384, 448, 512),
         q0=((4, 128),), ensemble=256,
-        splits={8: "weight_decay=0.7", 32: "weight_decay=1.0"}, single=(1, 2, 4, 8, 16, 32, 64),
+        splits={8: "weight_decay=0.7", 16: "weight_decay=0.7"}, single=(1, 2, 4, 8, 16, 32, 64),
         ablation=(32, 64, 128), small=(1, 2, 4, 8), multiples=_MULTIPLES,
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6), recipe=(),
         trials=_CPU_TRIALS,

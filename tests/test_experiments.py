@@ -65,7 +65,7 @@ def test_prefixes_are_trained_once():
     """The splits' own point, the ablations' full recipe and the small budgets' single models."""
     main = {each.run("cpu", 1).directory for each in experiments.plan("cpu", ["main"])}
     for part, label in (
-        ("splits", "16 models x 16 epochs"),
+        ("splits", "8 models x 32 epochs"),
         ("ablation", experiments.FULL),
         ("small", "one model"),
     ):
