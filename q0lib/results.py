@@ -499,6 +499,23 @@ def resampled_losses(documents: pd.DataFrame) -> dict[tuple, np.ndarray]:
     return {point: losses[:, i] for i, point in enumerate(points.index)}
 
 
+def multiplier_table(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of `multipliers` for reading: methods down, what they are measured against across.
+
+    A cell is "6.9 [6.1, 7.7]", or how many seeds have a crossing where not all have one.
+    """
+    cells = []
+    for row in table.itertuples():
+        text = f"{row.reached} of {row.seeds} seeds cross"
+        if np.isfinite(row.multiplier):
+            span = f" [{row.low:.1f}, {row.high:.1f}]" if np.isfinite(row.low) else ""
+            text = f"{row.multiplier:.1f}{span}"
+        cells.append((row.method, f"{row.reference}, {row.axis}", text))
+    frame = pd.DataFrame(cells, columns=["method", "against", "times fewer"])
+    wide = frame.pivot(index="method", columns="against", values="times fewer")
+    return wide.loc[frame.method.unique(), frame.against.unique()]
+
+
 def short_label(table: pd.DataFrame, method: str = "q0", reference: str = "ensemble") -> str:
     """The multiplier on epochs for the margin of a figure: "2.2x [1.9, 2.5]"."""
     rows = table[(table.method == method) & (table.reference == reference)]

@@ -178,6 +178,9 @@ def test_multipliers_by_seed_with_an_interval():
     never = table.loc[("q0", "distilled_ensemble", "epochs")]
     assert never.reached == 0
     assert math.isnan(never.multiplier)
+    cells = results.multiplier_table(results.multipliers(curves)).loc["q0"]
+    assert cells["ensemble, epochs"].startswith("2.2 [")
+    assert cells["distilled_ensemble, epochs"] == "0 of 2 seeds cross"
     said = results.multiplier_sentence(results.multipliers(curves))
     assert "q0 matches the ensemble with fewer epochs: 2.2x" in said
     assert "0 of 2 seeds cross: never reached" in said
