@@ -37,7 +37,7 @@ METHOD_COLORS = {
 METHOD_LABELS = {
     "q0": "q0, best K",
     "q0_k8": "q0, K = 8",
-    "q0_greedy_k8": "q0, K = 8,\ngreedy",
+    "q0_greedy_k8": "q0, K = 8, greedy",
     "q0_scaled": "q0, 960 epochs",
     "ensemble": "ensemble",
     "distilled_ensemble": "distilled\nensemble",

@@ -21,19 +21,20 @@ class Note(NamedTuple):
 
 
 def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
-    """Name each line at its end: those that reach the right edge beside it, spread apart."""
+    """Name each line at its end: those that reach the right edge beside it; spread apart."""
     edge = max(note.x for note in notes)
-    for note in notes:
-        if note.x < edge:
-            say(ax, note.text, (note.x, note.y), note.color, (5, 0))
-    beside = [note for note in notes if note.x == edge]
-    lines = max(note.text.count("\n") + 1 for note in beside)
     low, high = ax.get_ylim()
-    gap = lines * LINE_POINTS * (high - low) / _height(ax)
-    heights = spread([note.y for note in beside], gap)
-    for note, y in zip(beside, heights, strict=True):
-        across = ax.get_yaxis_transform()  # x in axes widths, y in data
-        say(ax, note.text, (1.0, float(y)), note.color, (5, 0), xycoords=across)
+    for x in sorted({note.x for note in notes}):
+        ending = [note for note in notes if note.x == x]
+        lines = max(note.text.count("\n") + 1 for note in ending)
+        gap = lines * LINE_POINTS * (high - low) / _height(ax)
+        heights = spread([note.y for note in ending], gap)
+        for note, y in zip(ending, heights, strict=True):
+            if x == edge:
+                across = ax.get_yaxis_transform()  # x in axes widths, y in data
+                say(ax, note.text, (1.0, float(y)), note.color, (5, 0), xycoords=across)
+            else:
+                say(ax, note.text, (x, float(y)), note.color, (5, 0))
 
 
 def spread(positions: Sequence[float], gap: float) -> np.ndarray:
