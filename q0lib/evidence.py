@@ -269,15 +269,15 @@ def summary(folder: Path) -> pd.DataFrame:
 
     if (path := folder / "epoch_multipliers.csv").exists():
         table = results.read(path)
-        sizes = {
-            "q0": "_best_k", "q0_k8": "_k8", "q0_greedy_k8": "_k8_greedy",
-            f"q0_k{table.own_k.iloc[0]}": "_own_k", "q0_uniform": "_uniform",
-        }  # fmt: skip
+        sizes = (
+            ("q0", "_best_k"), ("q0_k8", "_k8"), ("q0_greedy_k8", "_k8_greedy"),
+            (f"q0_k{table.own_k.iloc[0]}", "_own_k"), ("q0_uniform", "_uniform"),
+        )  # fmt: skip
         table = table.set_index(["protocol", "reference", "axis", "method"])
         references = {"ensemble": "", "distilled_ensemble": "_vs_distilled_ensemble"}
         for reference, versus in references.items():
             for axis in ("epochs", "flops"):
-                for method, k in sizes.items():
+                for method, k in sizes:
                     name = f"{axis.removesuffix('s')}_efficiency"
                     name += versus if versus and k == "_best_k" else k + versus
                     for protocol, ending in {"clean": "", "paper": "_paper_protocol"}.items():

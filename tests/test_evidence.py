@@ -196,4 +196,9 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     }  # fmt: skip
     assert asked <= set(table.metric)
     assert table.metric.is_unique
+    eight = pd.DataFrame(multipliers).assign(own_k=8)
+    results.write(eight, tmp_path / "epoch_multipliers.csv")
+    assert {"epoch_efficiency_k8", "epoch_efficiency_own_k"} <= set(
+        evidence.summary(tmp_path).metric
+    ), "the ensemble's own number may be eight too"
     assert set(table.split) == {"test"}
