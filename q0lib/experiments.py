@@ -13,7 +13,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -373,25 +373,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--train", action="store_true", help="train what is missing")
     given = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         experiments = plan(given.preset, given.parts)
         if given.train:
             train(experiments, given.preset, given.seeds, given.jobs)
         table = cost_table(
             [(each, each.run(given.preset, seed)) for seed in given.seeds for each in experiments]
         )
+        columns = ["part", "label", "seed", "epochs", "charged", "done", "hours"]
+        print(table[columns].to_string(index=False, na_rep="", float_format="%.3g"))
+        print(f"\n{summarise(table).round(2).to_string()}")
+
+    return exit_status(parser.prog, work)
+
+
+def exit_status(prog: str, work: Callable[[], None]) -> int:
+    """Do a command's work; 0, or one sentence about what went wrong and the status for it."""
+    try:
+        work()
     except sweep.Interrupted:
         print("stopped; what was trained is saved, run it again to go on")
         return 130
     except RuntimeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    columns = ["part", "label", "seed", "epochs", "charged", "done", "hours"]
-    print(table[columns].to_string(index=False, na_rep="", float_format="%.3g"))
-    print(f"\n{summarise(table).round(2).to_string()}")
     return 0
 
 

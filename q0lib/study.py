@@ -63,19 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     began = time.monotonic()
     out = (given.out or paths.RUNS / "study" / given.preset).resolve()
-    try:
-        run_study(given.preset, given.seeds, given.jobs, out)
-    except sweep.Interrupted:
-        print("stopped; what was trained is saved, run it again to go on")
-        return 130
-    except RuntimeError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    print(f"{time.monotonic() - began:.0f} s")
-    return 0
+    status = experiments.exit_status(
+        parser.prog, lambda: run_study(given.preset, given.seeds, given.jobs, out)
+    )
+    if not status:
+        print(f"{time.monotonic() - began:.0f} s")
+    return status
 
 
 if __name__ == "__main__":
