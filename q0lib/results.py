@@ -396,7 +396,7 @@ def multipliers(
         for method in others if len(theirs) else []:
             for axis in ("epochs", "flops"):
                 pair = curves[curves.method.isin([method, reference])]
-                pair = pair.sort_values("loss").drop_duplicates(["seed", "method", axis])
+                pair = pair.drop_duplicates(["seed", "method", axis])  # a tie in FLOPs
                 values, cases = [], []
                 for _, block in pair.groupby("seed"):
                     unit = "epochs" if axis == "epochs" else "FLOPs"
