@@ -1,6 +1,6 @@
 """The measured study beyond its curves: ablations, small budgets, data efficiency, the summary.
 
-Populations in, small tables out; `results` has the curves. Members and weights are chosen on
+Populations in, small tables out; `comparison` has the curves. Members and weights are chosen on
 fitness text; what is compared on test was chosen on validation. Losses are nats per token.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from q0lib import config, efficiency, ensemble, population, prior, results
+from q0lib import comparison, config, efficiency, ensemble, population, prior, results
 from q0lib.experiments import FULL, Experiment
 
 Found = Sequence[tuple[Experiment, config.Run]]
@@ -164,7 +164,7 @@ def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
     """One epoch on more and more tokens.
 
     reference: a row a (model size, multiple of `tokens`, seed). reference_documents: the same
-    runs' test loss by document, as `results.document_losses` has it, method the size and epochs
+    runs' test loss by document, as `comparison.document_losses` has it, method the size and epochs
     the multiple.
 
     Raises:
@@ -188,7 +188,7 @@ def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
         )  # fmt: skip
     if len(texts) > 1:
         raise ValueError(f"the reference was evaluated on {len(texts)} different texts, not on one")
-    return {"reference": pd.DataFrame(rows), "reference_documents": results.document_frame(sums)}
+    return {"reference": pd.DataFrame(rows), "reference_documents": comparison.document_frame(sums)}
 
 
 def reference_curve(table: pd.DataFrame) -> pd.DataFrame:
@@ -211,7 +211,7 @@ def data_efficiency(
 ) -> pd.DataFrame:
     """How many times `tokens` the reference needs for the test loss of each (method, budget).
 
-    `curves` as `results.epoch_curves` gives them, `line` as `reference_curve`. A seed's loss is
+    `curves` as `comparison.epoch_curves` gives them, `line` as `reference_curve`. A seed's loss is
     read off the reference's mean over seeds. A budget of 0 takes the one that is best on
     validation; a point that the curves do not have is left out. The interval holds the seeds
     (Student's) and the documents (resampled for both, alike), the half-widths added as squares.
@@ -220,11 +220,11 @@ def data_efficiency(
     high, seeds, cases.
     """
     mean_line = line.groupby("tokens").test.mean()
-    drawn_of = results.resampled_losses(reference_documents)
+    drawn_of = comparison.resampled_losses(reference_documents)
     points_of = line[["size", "seed", "multiple"]].itertuples(index=False, name=None)
     drawn = pd.DataFrame([drawn_of[point] for point in points_of])
     drawn_line = drawn.groupby(line.tokens.to_numpy()).mean().to_numpy()  # [multiples, draws]
-    ours_of = results.resampled_losses(documents)
+    ours_of = comparison.resampled_losses(documents)
     rows = []
     for method, epochs in points:
         curve = curves[curves.method == method]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from q0lib import config, experiments, paths, results, sweep
+from q0lib import campaign, comparison, config, experiments, paths, results, sweep
 
 METHODS = ("q0", "ensemble", "distilled_ensemble")
 
@@ -23,11 +23,11 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     """Train the populations of a preset, execute the two notebooks, and print what came out.
 
     Raises:
-        ValueError, RuntimeError, sweep.Interrupted: as `experiments.train`.
+        ValueError, RuntimeError, sweep.Interrupted: as `campaign.train`.
     """
     planned = experiments.plan(preset, ["main"], METHODS)
     print(f"1/2  training {len(planned) * len(seeds)} populations")
-    found = experiments.train(planned, preset, seeds, jobs)
+    found = campaign.train(planned, preset, seeds, jobs)
     print("2/2  notebooks")
     finished = sorted({run.directory / "result.json" for _, run in found})
     study = config.preset(preset, seed=seeds[0])
@@ -40,9 +40,9 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     for name, parameters in parts.items():
         given = {"preset": preset, "out": str(out), **parameters}
         notebook = paths.NOTEBOOKS / f"{name}.ipynb"
-        experiments.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished))
+        campaign.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
-    print(results.multiplier_sentence(results.read(out / "epoch_multipliers.csv")))
+    print(comparison.multiplier_sentence(results.read(out / "epoch_multipliers.csv")))
 
 
 def _shown(path: Path) -> Path:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     began = time.monotonic()
     out = (given.out or paths.RUNS / "study" / given.preset).resolve()
-    status = experiments.exit_status(
+    status = campaign.exit_status(
         parser.prog, lambda: run_study(given.preset, given.seeds, given.jobs, out)
     )
     if not status:

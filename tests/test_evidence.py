@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from conftest import made, tiny_study
 
-from q0lib import ensemble, evidence, population, prior, results, trajectory
+from q0lib import comparison, ensemble, evidence, population, prior, results, trajectory
 from q0lib.experiments import FULL, Experiment
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokens")
@@ -104,10 +104,10 @@ def test_reference_tables_hold_every_run_and_refuse_two_texts(text, runs):
         found.append((Experiment("reference", f"s, {multiple}x tokens", "single", 1), run))
     tables = evidence.reference_tables(found, 600)
     assert tables["reference"].multiple.tolist() == [1, 2]
-    losses = results.resampled_losses(tables["reference_documents"])
+    losses = comparison.resampled_losses(tables["reference_documents"])
     assert set(losses) == {("s", 0, 1.0), ("s", 0, 2.0)}
     test = population.load(found[1][1]).members.test_loss.item()
-    sums = tables["reference_documents"].set_index(results.POINT).sum(axis=1)
+    sums = tables["reference_documents"].set_index(comparison.POINT).sum(axis=1)
     assert sums["s", 0, 2.0] / sums["tokens", -1, 0.0] == pytest.approx(test)
     other = tiny_study(0, "corpus.test_tokens=300").run("single", 1)
     trajectory.train_population(other, progress=False)
@@ -134,7 +134,7 @@ def by_document(points, spread):
     for *point, loss in points:
         noise = rng.normal(0, spread, 40)
         sums[tuple(point)] = 10 * (loss + noise - noise.mean())
-    return results.document_frame(sums)
+    return comparison.document_frame(sums)
 
 
 def test_the_reference_takes_the_best_size_and_efficiency_reads_it():

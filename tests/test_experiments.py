@@ -3,9 +3,8 @@
 import dataclasses
 
 import pytest
-from conftest import tiny_study
 
-from q0lib import config, experiments, population, trajectory
+from q0lib import config, experiments
 
 
 def changed(one: config.Run, other: config.Run) -> set[str]:
@@ -83,43 +82,3 @@ def test_the_reference_is_one_epoch_on_more_and_more_tokens():
     ]  # fmt: skip
     assert len({dataclasses.replace(run.method) for run in runs}) == 1, "one recipe for all"
     assert len({run.model for run in runs}) == 3
-
-
-@pytest.mark.parametrize(
-    ("preset", "parts", "words"),
-    [
-        ("huge", ["main"], "unknown preset 'huge', known: quick, cpu, gpu, paper"),
-        ("cpu", ["mian"], "unknown part 'mian', known: tuning, main, "),
-    ],
-)
-def test_unknown_names_are_one_sentence(preset, parts, words, capsys):
-    with pytest.raises(ValueError, match=words):
-        experiments.plan(preset, parts)
-    assert experiments.main(["--preset", preset, "--parts", *parts]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_costs_are_measured_once_for_what_is_trained_once(text, runs):
-    shorter, longer, wider = (
-        (experiments.Experiment("main", name, "q0", epochs),
-         tiny_study(0, f"q0.trajectories={count}").run("q0", epochs))
-        for name, epochs, count in (("short", 2, 1), ("long", 4, 1), ("wide", 4, 2))
-    )  # fmt: skip
-    found = [shorter, longer, wider, shorter]
-    before = experiments.cost_table(found)
-    assert not before.done.any()
-    assert before.charged.tolist() == [2, 2, 2, 0]
-    for _, run in (longer, wider):
-        trajectory.train_population(run, text, progress=False)
-    after = experiments.cost_table(found)
-    assert after.done.all()
-    assert (after.hours[:3] > 0).all()
-    assert after.hours[3] == 0
-    records = [
-        population.read_record(population.member_path(longer[1].directory, *at))
-        for at in ((0, 1), (1, 0))
-    ]
-    whole = sum(record["train_seconds"] for record in records) / 3600
-    parts = experiments.summarise(after)
-    assert parts.loc["all", "hours"] == pytest.approx(whole)
-    assert parts.loc["main", ["runs", "done", "epochs"]].tolist() == [4, 4, 6]
