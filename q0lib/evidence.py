@@ -163,9 +163,9 @@ def tuning_table(found: Found) -> pd.DataFrame:
 def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
     """One epoch on more and more tokens.
 
-    reference: a row a (model size, multiple of `tokens`, seed). reference_documents: the same
-    runs' test loss by document, as `comparison.document_losses` has it, method the size and epochs
-    the multiple.
+    reference: a row a (model, multiple of `tokens`, seed); `model` is the size, and the recipe
+    where it is not the one for all (`recipe`). reference_documents: the same runs' test loss by
+    document, as `comparison.document_losses` has it, method the model and epochs the multiple.
 
     Raises:
         ValueError: runs that were evaluated on different text.
@@ -174,15 +174,17 @@ def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
     texts = set()
     for each, run in found:
         whole = population.load(run)
-        member, size = whole.members.iloc[-1], each.label.partition(",")[0]
+        member, (size, _, *recipe) = whole.members.iloc[-1], each.label.split(", ")
+        model = ", ".join([size, *recipe])
         multiple = run.corpus.train_tokens / tokens
         record = population.read_record(population.member_path(run.directory, 0, 0))
         texts.add(record["fingerprints"]["test"])
         _, index = np.unique(whole.documents["test"], return_inverse=True)
         sums["tokens", -1, 0.0] = np.bincount(index).astype(float)
-        sums[size, run.seed, multiple] = np.bincount(index, weights=-np.log(whole.P["test"][-1]))
+        sums[model, run.seed, multiple] = np.bincount(index, weights=-np.log(whole.P["test"][-1]))
         rows.append(
-            {"size": size, "multiple": multiple, "tokens": run.corpus.train_tokens,
+            {"model": model, "size": size, "recipe": "".join(recipe), "multiple": multiple,
+             "tokens": run.corpus.train_tokens,
              "seed": run.seed, "validation": member.validation_loss, "test": member.test_loss,
              "flops": member.flops, **results.origin(whole)}
         )  # fmt: skip
@@ -192,13 +194,13 @@ def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
 
 
 def reference_curve(table: pd.DataFrame) -> pd.DataFrame:
-    """Of a reference table, the size that is best on validation at each number of tokens.
+    """Of a reference table, the model that is best on validation at each number of tokens.
 
     The mean over seeds decides. Columns as there, a row a (tokens, seed).
     """
-    means = table.groupby(["tokens", "size"]).validation.mean().reset_index()
+    means = table.groupby(["tokens", "model"]).validation.mean().reset_index()
     best = means.sort_values(["tokens", "validation"]).drop_duplicates("tokens")
-    return table.merge(best[["tokens", "size"]]).sort_values(["seed", "tokens"], ignore_index=True)
+    return table.merge(best[["tokens", "model"]]).sort_values(["seed", "tokens"], ignore_index=True)
 
 
 def data_efficiency(
@@ -217,11 +219,12 @@ def data_efficiency(
     (Student's) and the documents (resampled for both, alike), the half-widths added as squares.
 
     Columns: method, epochs, loss, multiplier (nan when a seed lies beyond the reference), low,
-    high, seeds, cases.
+    high, seeds, cases. The table that `summary` reads has one more, reference: "one recipe" or
+    "tuned".
     """
     mean_line = line.groupby("tokens").test.mean()
     drawn_of = comparison.resampled_losses(reference_documents)
-    points_of = line[["size", "seed", "multiple"]].itertuples(index=False, name=None)
+    points_of = line[["model", "seed", "multiple"]].itertuples(index=False, name=None)
     drawn = pd.DataFrame([drawn_of[point] for point in points_of])
     drawn_line = drawn.groupby(line.tokens.to_numpy()).mean().to_numpy()  # [multiples, draws]
     ours_of = comparison.resampled_losses(documents)
@@ -288,6 +291,8 @@ def summary(folder: Path) -> pd.DataFrame:
         names, known = {"ensemble": "baseline"}, {row["metric"] for row in rows}
         for row in results.read(path).itertuples():
             metric = f"data_efficiency_{names.get(row.method, row.method)}"
+            if row.reference == "tuned":
+                metric += "_tuned_reference"
             if metric in known:  # the same method at another budget
                 metric += f"_{row.epochs:g}_epochs"
             known.add(metric)

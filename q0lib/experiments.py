@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from q0lib import allocation, config
 
-PARTS = ("tuning", "main", "splits", "ablation", "reference", "small")
+PARTS = ("tuning", "main", "splits", "ablation", "reference", "tuned_reference", "small")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
 
@@ -29,6 +29,7 @@ class Extent:
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
     recipe: tuple[str, ...]  # ... all trained like this
+    recipes: tuple[str, ...] = ()  # ... and the preset's model like this too, fields of `single`
     trials: tuple[tuple[str, float, str], ...] = ()  # that fixed the preset: method, epochs, fields
 
 
@@ -60,7 +61,7 @@ _CPU_TRIALS = (
 EXTENTS = {
     "quick": Extent(
         budgets=(1, 2, 4, 8, 16, 24, 32, 48), q0=((1, 48),), ensemble=48,
-        splits={8: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(16, 32, 48),
+        splits={8: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(16, 32),
         small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
         sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4), recipe=(),
     ),
@@ -115,7 +116,8 @@ def plan(
     base = config.preset(preset)
     extent = EXTENTS[preset]
     known = {"tuning": _tuning, "main": _main, "splits": _splits, "ablation": _ablations,
-             "reference": _reference, "small": _small}  # fmt: skip
+             "reference": _reference, "tuned_reference": _tuned_reference,
+             "small": _small}  # fmt: skip
     for part in parts:
         if part not in known:
             raise ValueError(f"unknown part {part!r}, known: {', '.join(known)}")
@@ -192,6 +194,18 @@ def _reference(extent: Extent, base: config.Study) -> list[Experiment]:
                     *extent.recipe))
         for multiple in extent.multiples
         for size, model in extent.sizes.items()
+    ]  # fmt: skip
+
+
+def _tuned_reference(extent: Extent, base: config.Study) -> list[Experiment]:
+    """A choice of recipes at every number of tokens, for the model of the preset's own size."""
+    return [
+        Experiment("tuned_reference", f"width {base.model.width}, {multiple}x tokens, {fields}",
+                   "single", 1.0,
+                   (f"corpus.train_tokens={multiple * base.corpus.train_tokens}",
+                    *(f"single.{field}" for field in fields.split())))
+        for multiple in extent.multiples
+        for fields in extent.recipes
     ]  # fmt: skip
 
 

@@ -98,14 +98,19 @@ def test_trials_are_read_on_validation_at_every_budget_that_has_a_trial(found):
 
 def test_reference_tables_hold_every_run_and_refuse_two_texts(text, runs):
     found = []
-    for multiple in (1, 2):
-        run = tiny_study(0, f"corpus.train_tokens={600 * multiple}").run("single", 1)
+    faster = "matrix_lr=0.05"
+    for multiple, recipe in ((1, ()), (2, ()), (2, (faster,))):
+        label = ", ".join(["s", f"{multiple}x tokens", *recipe])
+        changed = [f"single.{field}" for field in recipe]
+        run = tiny_study(0, f"corpus.train_tokens={600 * multiple}", *changed).run("single", 1)
         trajectory.train_population(run, progress=False)
-        found.append((Experiment("reference", f"s, {multiple}x tokens", "single", 1), run))
+        found.append((Experiment("reference", label, "single", 1), run))
     tables = evidence.reference_tables(found, 600)
-    assert tables["reference"].multiple.tolist() == [1, 2]
+    assert tables["reference"].multiple.tolist() == [1, 2, 2]
+    assert tables["reference"].model.tolist() == ["s", "s", f"s, {faster}"]
+    assert tables["reference"].recipe.tolist() == ["", "", faster]
     losses = comparison.resampled_losses(tables["reference_documents"])
-    assert set(losses) == {("s", 0, 1.0), ("s", 0, 2.0)}
+    assert set(losses) == {("s", 0, 1.0), ("s", 0, 2.0), (f"s, {faster}", 0, 2.0)}
     test = population.load(found[1][1]).members.test_loss.item()
     sums = tables["reference_documents"].set_index(comparison.POINT).sum(axis=1)
     assert sums["s", 0, 2.0] / sums["tokens", -1, 0.0] == pytest.approx(test)
@@ -118,7 +123,7 @@ def test_reference_tables_hold_every_run_and_refuse_two_texts(text, runs):
 def reference():
     return pd.DataFrame(
         [
-            {"size": size, "tokens": tokens, "multiple": tokens / 100, "seed": seed,
+            {"model": size, "tokens": tokens, "multiple": tokens / 100, "seed": seed,
              "validation": loss, "test": loss + 0.1 * seed}
             for seed in (0, 1)
             for size, losses in {"s": [5.0, 4.6, 4.4], "l": [5.2, 4.5, 4.0]}.items()
@@ -139,12 +144,12 @@ def by_document(points, spread):
 
 def test_the_reference_takes_the_best_size_and_efficiency_reads_it():
     line = evidence.reference_curve(reference())
-    assert line[line.seed == 0]["size"].tolist() == ["s", "l", "l"]
+    assert line[line.seed == 0].model.tolist() == ["s", "l", "l"]
     curves = pd.DataFrame(
         {"method": ["q0"] * 4, "seed": [0, 0, 1, 1], "epochs": [8, 16] * 2,
          "validation": [4.9, 4.3] * 2, "loss": [4.9, 4.3, 4.8, 4.55]}
     )  # fmt: skip
-    columns = ["size", "seed", "multiple", "test"]
+    columns = ["model", "seed", "multiple", "test"]
     texts = [
         by_document(curves[["method", "seed", "epochs", "loss"]].to_numpy(), spread)
         for spread in (0.0, 0.1)
@@ -182,8 +187,9 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     ]  # fmt: skip
     results.write(pd.DataFrame(multipliers), tmp_path / "epoch_multipliers.csv")
     ratios = [
-        {"method": method, "epochs": epochs, "multiplier": 7.0,
-         "low": 6, "high": 8, "seeds": 3}
+        {"method": method, "epochs": epochs, "multiplier": 7.0, "low": 6, "high": 8, "seeds": 3,
+         "reference": reference}
+        for reference in ("one recipe", "tuned")
         for method, epochs in (("q0", 256), ("q0", 512), ("ensemble", 256))
     ]  # fmt: skip
     results.write(pd.DataFrame(ratios), tmp_path / "data_efficiency.csv")
@@ -193,6 +199,7 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
         "epoch_efficiency_best_k", "epoch_efficiency_k8", "flop_efficiency_best_k",
         "flop_efficiency_k8", "epoch_efficiency_own_k", "epoch_efficiency_vs_distilled_ensemble",
         "data_efficiency_q0", "data_efficiency_q0_512_epochs", "data_efficiency_baseline",
+        "data_efficiency_q0_tuned_reference", "data_efficiency_q0_tuned_reference_512_epochs",
     }  # fmt: skip
     assert asked <= set(table.metric)
     assert table.metric.is_unique
