@@ -23,7 +23,8 @@ def ablation_tables(found: Found, budgets: Sequence[float]) -> dict[str, pd.Data
     ablations: a row a (variant, seed, budget) with `mixtures`; `behind` is how far the learned
     mixture lies above the full recipe's of the same seed on test, `behind_se` its error paired
     over documents, and `mean_behind_se` the same error of the mean over all seeds of `found`.
-    snapshots: `results.snapshot_curve` of each variant and seed.
+    snapshots: `results.snapshot_curve` of each variant and seed. A budget that a run ends before
+    has no row.
 
     Raises:
         ValueError: a budget that is no whole number of some variant's cycles.
@@ -32,6 +33,8 @@ def ablation_tables(found: Found, budgets: Sequence[float]) -> dict[str, pd.Data
     nll, rows = {}, []
     for each, whole in populations:
         for epochs in budgets:
+            if epochs > whole.run.epochs:
+                continue
             part = results.at_budget(whole, epochs, 1)
             if part is None:
                 raise ValueError(f"{each.label} has no snapshot after {epochs:g} epochs")
@@ -41,11 +44,9 @@ def ablation_tables(found: Found, budgets: Sequence[float]) -> dict[str, pd.Data
                          **results.origin(whole)})  # fmt: skip
     documents = populations[0][1].documents["test"]
     for row in rows:
-        seeds = {seed for label, seed, _ in nll if label == row["variant"]}
-        pairs = {
-            seed: (nll[row["variant"], seed, row["epochs"]], nll[FULL, seed, row["epochs"]])
-            for seed in seeds
-        }
+        variant, epochs = row["variant"], row["epochs"]
+        seeds = [seed for label, seed, at in nll if (label, at) == (variant, epochs)]
+        pairs = {seed: (nll[variant, seed, epochs], nll[FULL, seed, epochs]) for seed in seeds}
         ours, full = pairs[row["seed"]]
         row["behind"], row["behind_se"] = ensemble.paired_difference(ours, full, documents)
         ours, full = np.mean(list(pairs.values()), axis=0)

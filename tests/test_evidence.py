@@ -37,6 +37,8 @@ def test_ablations_are_paired_with_the_full_recipe_at_the_same_budget(found):
     weights = prior.fit_prior(part.P["fitness"]).weights
     assert slow.learned == pytest.approx(ensemble.mixture_nll(weights, part.P["test"]))
     assert np.isnan(slow.k8), "four snapshots have no eight"
+    longer = evidence.ablation_tables(found, [16, 64])
+    assert set(longer["ablations"].epochs) == {16}, "what a run ends before is left out"
     with pytest.raises(ValueError, match="slow has no snapshot after 6 epochs"):
         evidence.ablation_tables(found, [6])
     # The error of the mean over seeds is that of the mean difference, token by token.
