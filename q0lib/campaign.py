@@ -6,7 +6,6 @@ python -m q0lib.campaign --preset cpu --train --parts main ablation --seeds 0
 """
 
 import argparse
-import math
 import signal
 import sys
 import threading
@@ -18,7 +17,19 @@ import pandas as pd
 from tqdm import tqdm
 
 from q0lib import config, paths, population, sweep, trajectory
-from q0lib.experiments import PARTS, Experiment, plan
+from q0lib.experiments import ONE_SEED, PARTS, Experiment, plan
+
+
+def runs_of(
+    experiments: Sequence[Experiment], preset: str, seeds: Sequence[int]
+) -> list[tuple[Experiment, config.Run]]:
+    """Every experiment with its run, seed by seed; a trial for the first of the seeds alone."""
+    return [
+        (each, each.run(preset, seed))
+        for seed in seeds
+        for each in experiments
+        if seed == seeds[0] or each.part not in ONE_SEED
+    ]
 
 
 def train(
@@ -34,7 +45,7 @@ def train(
         RuntimeError: a population failed; says which, and why.
         sweep.Interrupted: after Ctrl-C, with everything saved.
     """
-    found = [(each, each.run(preset, seed)) for seed in seeds for each in experiments]
+    found = runs_of(experiments, preset, seeds)
     complete = sum(population.is_complete(run) for _, run in found)
     if complete:
         print(f"     complete already, reused: {complete} of {len(found)} populations")
@@ -113,45 +124,56 @@ def _member_bar(runs: Sequence[config.Run]) -> Iterator[None]:
 
 
 def cost_table(found: Sequence[tuple[Experiment, config.Run]]) -> pd.DataFrame:
-    """What each run is for, what it needs, and, once it is trained, what it took.
+    """What each run is for, what it needs, and what it took as far as it is trained.
 
     What two runs share (a prefix, in one directory) is charged to the first of them.
 
-    Columns: part, label, method, seed, epochs; charged (epochs that are not charged above);
-    tokens and flops (of training them, foretold); done; hours (of training them, on one device,
-    which on a CPU is one core; nan before); run, overrides.
+    Columns: part, label, method, seed, epochs; charged (epochs that are not charged above), tokens
+    and flops (of training those, foretold); done; trained (of the epochs charged) and hours (that
+    took, of training on one device, which on a CPU is one core); run, overrides.
     """
-    rows, trained = [], dict[tuple[Path, int], int]()
+    rows, charged = [], dict[tuple[Path, int], int]()
     for each, run in found:
-        need, done = trajectory.estimate(run), population.is_complete(run)
-        cycles, seconds = 0, 0.0
+        need = trajectory.estimate(run)
+        cycles = trained = 0
+        seconds = 0.0
         for index in range(run.trajectories):
-            before = trained.get((run.directory, index), 0)
-            trained[run.directory, index] = max(before, run.cycles)
-            if before < run.cycles:
-                cycles += run.cycles - before
-                seconds += _train_seconds(run, index, run.cycles) if done else math.nan
-                seconds -= _train_seconds(run, index, before) if done and before else 0.0
+            before = charged.get((run.directory, index), 0)
+            charged[run.directory, index] = max(before, run.cycles)
+            clock = [0.0, *_train_seconds(run, index)]
+            cycles += max(0, run.cycles - before)
+            trained += max(0, len(clock) - 1 - before)
+            seconds += max(0.0, clock[-1] - clock[min(before, len(clock) - 1)])
         share = cycles / (run.trajectories * run.cycles)
+        tau = run.method.epochs_per_cycle
         rows.append(
             {"part": each.part, "label": each.label, "method": each.method, "seed": run.seed,
-             "epochs": run.epochs, "charged": share * run.epochs, "tokens": share * need["tokens"],
-             "flops": share * need["flops"], "done": done, "hours": seconds / 3600,
+             "epochs": run.epochs, "charged": cycles * tau, "tokens": share * need["tokens"],
+             "flops": share * need["flops"], "done": population.is_complete(run),
+             "trained": trained * tau, "hours": seconds / 3600,
              "run": f"{run.preset}/{run.directory.name}", "overrides": " ".join(each.overrides)}
         )  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _train_seconds(run: config.Run, trajectory: int, cycles: int) -> float:
-    path = population.member_path(run.directory, trajectory, cycles - 1)
-    return float(population.read_record(path)["train_seconds"])
+def _train_seconds(run: config.Run, trajectory: int) -> list[float]:
+    """Seconds of training up to each snapshot of a trajectory that is there."""
+    seconds = []
+    for cycle in range(run.cycles):
+        path = population.member_path(run.directory, trajectory, cycle)
+        if not path.exists():
+            break
+        seconds.append(float(population.read_record(path)["train_seconds"]))
+    return seconds
 
 
 def summarise(table: pd.DataFrame) -> pd.DataFrame:
-    """A `cost_table` by part: runs, how many are done, epochs, tokens, FLOPs, hours; and in all."""
+    """A `cost_table` by part, and in all: runs, how many are done, epochs, tokens and FLOPs that
+    the part needs, epochs trained so far, and the hours they took."""
     parts = table.groupby("part", sort=False).agg(
         runs=("done", "size"), done=("done", "sum"), epochs=("charged", "sum"),
-        tokens=("tokens", "sum"), flops=("flops", "sum"), hours=("hours", "sum"),
+        tokens=("tokens", "sum"), flops=("flops", "sum"), trained=("trained", "sum"),
+        hours=("hours", "sum"),
     )  # fmt: skip
     return pd.concat([parts, parts.sum().to_frame("all").T.rename_axis("part")])
 
@@ -174,11 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiments = plan(given.preset, given.parts)
         if given.train:
             train(experiments, given.preset, given.seeds, given.jobs)
-        table = cost_table(
-            [(each, each.run(given.preset, seed)) for seed in given.seeds for each in experiments]
-        )
-        columns = ["part", "label", "seed", "epochs", "charged", "done", "hours"]
-        print(table[columns].to_string(index=False, na_rep="", float_format="%.3g"))
+        if not experiments:
+            parts = ", ".join(given.parts)
+            raise ValueError(f"preset {given.preset} has no runs in the parts {parts}")
+        table = cost_table(runs_of(experiments, given.preset, given.seeds))
+        columns = ["part", "label", "seed", "epochs", "charged", "trained", "done", "hours"]
+        print(table[columns].to_string(index=False, float_format="%.3g"))
         print(f"\n{summarise(table).round(2).to_string()}")
 
     return exit_status(parser.prog, work)

@@ -1,12 +1,13 @@
 """Curves over an epoch budget, and how many times fewer epochs or FLOPs one needs than another.
 
-Tables of `results.budget_table` in, small tables and sentences out. Intervals hold the training
-seeds (Student's t) and the test documents (drawn anew, the same for every point).
+Tables of `results.budget_table` in, small tables and sentences out. A multiplier is a geometric
+mean over training seeds; its interval holds the seeds (Student's t) and the test documents (drawn
+anew, the same draw for every point).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,9 @@ from q0lib import efficiency, ensemble, prior, results
 from q0lib.population import Population
 
 POINT = ["method", "seed", "epochs"]  # what names a point of a curve
+TOKENS = ("tokens", -1, 0.0)  # the row of a table by document that holds their sizes
 DRAWS = 1000  # of test documents, for an interval
+OPEN = 0.025  # an interval is marked where more of the draws have no crossing
 
 
 def epoch_curves(
@@ -26,18 +29,19 @@ def epoch_curves(
     q0 gives a curve at its best K ("q0"), one of the uniform mixture of all its snapshots
     ("q0_uniform"), and two for each fixed K that a budget holds, of the paper's cut ("q0_k8") and
     of the greedy choice ("q0_greedy_k8"); any other method is the uniform mixture of all its
-    members. "clean" takes the K chosen on fitness documents and
-    the number of trajectories that is best on validation over the seeds; "paper" takes both by
-    the test loss that is reported, as the paper does with its validation loss.
+    members. "clean" takes the K chosen on fitness documents and the number of trajectories that
+    is best on validation over the seeds; "paper" takes both by the test loss that is reported, as
+    the paper does with its validation loss.
 
-    Columns: seed, method, epochs, flops, trajectories, choice, k, validation, loss.
+    Columns: seed, method, base (whose population it is), epochs, flops, trajectories, choice, k,
+    validation, loss.
     """
     judge = "validation" if protocol == "clean" else "test"
     curves = []
     for method, rows in table.groupby("method", sort=False):
         uniform = rows[rows.choice == "uniform"]
         if method != "q0":
-            curves.append(uniform)
+            curves.append(uniform.assign(base=method))
             continue
         learned = rows[rows.choice == "truncate"]
         results.check_sizes(ks, int(learned.k.max()))
@@ -49,25 +53,26 @@ def epoch_curves(
         greedy = rows[rows.choice == "greedy"]
         named |= {f"q0_greedy_k{k}": greedy[greedy.k == k] for k in ks}
         curves += [
-            best_allocation(block, judge).assign(method=name)
+            elected(block, "epochs", "trajectories", judge).assign(method=name, base="q0")
             for name, block in named.items()
             if len(block)
         ]
     curve = pd.concat(curves).drop_duplicates(["seed", "method", "epochs"])
-    return curve.rename(columns={"test": "loss"})[
-        ["seed", "method", "epochs", "flops", "trajectories", "choice", "k", "validation", "loss"]
-    ].reset_index(drop=True)
+    columns = ["seed", "method", "base", "epochs", "flops", "trajectories", "choice", "k",
+               "validation", "loss"]  # fmt: skip
+    return curve.rename(columns={"test": "loss"})[columns].reset_index(drop=True)
 
 
-def best_allocation(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The rows of the number of trajectories that is best at each budget, by the mean over seeds.
+def elected(rows: pd.DataFrame, group: str, candidate: str, by: str) -> pd.DataFrame:
+    """The rows of the candidate with the lowest mean of `by` over seeds, in each group.
 
-    A number that some of the seeds have not trained does not stand for election.
+    `rows` has one row a (group, candidate, seed). A candidate that lacks a seed which another of
+    its group has does not stand for election.
     """
-    means = rows.groupby(["epochs", "trajectories"])[by].agg(["mean", "size"]).reset_index()
-    seeds = means.groupby("epochs")["size"].transform("max")
-    means = means[means["size"] == seeds].sort_values(["epochs", "mean"])
-    return rows.merge(means.drop_duplicates("epochs")[["epochs", "trajectories"]])
+    means = rows.groupby([group, candidate])[by].agg(["mean", "size"]).reset_index()
+    seeds = means.groupby(group)["size"].transform("max")
+    means = means[means["size"] == seeds].sort_values([group, "mean"])
+    return rows.merge(means.drop_duplicates(group)[[group, candidate]])
 
 
 def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> pd.DataFrame:
@@ -76,11 +81,7 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
     One row a point, and one whose method is "tokens" with the scored tokens of each document;
     columns method, seed, epochs, and d0, d1, ...: summed nats of a document.
     """
-    _, index = np.unique(populations[0].documents["test"], return_inverse=True)
-    sums = {("tokens", -1, 0.0): np.bincount(index).astype(float)}
-    curves = curves.assign(
-        base=curves.method.str.replace(r"_(uniform|(greedy_)?k\d+)$", "", regex=True)
-    )
+    sums = {TOKENS: document_sizes(populations[0])}
     for (base, seed, epochs, count), points in curves.groupby(
         ["base", "seed", "epochs", "trajectories"]
     ):
@@ -90,9 +91,22 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
         fitted = None if set(points.choice) == {"uniform"} else prior.fit_prior(P, "adamw")
         for point in points.itertuples():
             chosen = prior.select(P, int(point.k), point.choice, fitted)
-            nll = -ensemble.mixture_log_probs(chosen.weights, part.P["test"])
-            sums[point.method, seed, epochs] = np.bincount(index, weights=nll)
+            sums[point.method, seed, epochs] = document_sums(part, chosen.weights)
     return document_frame(sums)
+
+
+def document_sizes(population: Population) -> np.ndarray:
+    """The scored tokens of each test document."""
+    _, index = np.unique(population.documents["test"], return_inverse=True)
+    return np.bincount(index).astype(float)
+
+
+def document_sums(population: Population, weights: np.ndarray) -> np.ndarray:
+    """What the mixture of all members with `weights` [M] loses on each test document: summed nats,
+    in the order of `document_sizes`."""
+    _, index = np.unique(population.documents["test"], return_inverse=True)
+    nll = -ensemble.mixture_log_probs(weights, population.P["test"])
+    return np.bincount(index, weights=nll)
 
 
 def document_frame(sums: dict[tuple, np.ndarray]) -> pd.DataFrame:
@@ -120,46 +134,56 @@ def multipliers(
 ) -> pd.DataFrame:
     """What each method saves against the last point of each reference, seed by seed.
 
-    One row a (method, reference, axis) with axis epochs or flops: the mean multiplier over seeds
-    with its 95% interval, which is nan when a seed has no crossing; `reached` counts the seeds
-    that have one, and `cases` says in words what each seed did. The interval is Student's over
-    training seeds; with `documents` (`document_losses` of these curves) it also holds what other
-    test documents would have said, the two half-widths added as squares, and with one seed that
-    alone. `clipped` is the share of resampled texts without a crossing, where the end of the
-    curve stood in for it; `own_k` the reference's members at its last point.
+    One row a (method, reference, axis) with axis epochs or flops: the geometric mean of the
+    multiplier over seeds with its 95% interval, nan when a seed has no crossing; `reached` counts
+    the seeds that have one, and `cases` says in words what each seed did. The interval is
+    `efficiency.ratio_interval`: Student's over training seeds and, with `documents`
+    (`document_losses` of these curves), what other test documents would have said. `clipped` is
+    the share of resampled texts without a crossing, where the end of the curve stood in for it;
+    `own_k` the reference's members at its last point.
+
+    Raises:
+        ValueError: a seed without one of the curves, a reference that ends at another budget for
+            another seed, or documents of other curves.
     """
     rows = []
     others = [name for name in curves.method.unique() if name not in references]
     for reference in references:
         theirs = curves[curves.method == reference].sort_values("epochs")
         for method in others if len(theirs) else []:
-            for axis in ("epochs", "flops"):
-                pair = curves[curves.method.isin([method, reference])]
-                pair = pair.drop_duplicates(["seed", "method", axis])  # a tie in FLOPs
-                values, cases = [], []
-                for _, block in pair.groupby("seed"):
-                    unit = "epochs" if axis == "epochs" else "FLOPs"
-                    found = efficiency.crossings(block, reference, axis, unit).iloc[0]
-                    values.append(float(found.multiplier))
-                    cases.append(str(found.label))
-                mean, low, high = efficiency.interval(values)
-                clipped = math.nan
-                if documents is not None and np.isfinite(mean):
-                    draws, clipped = _resampled_multipliers(
-                        pair, method, reference, axis, documents
-                    )
-                    of_seeds = high - mean if len(values) > 1 else 0.0
-                    half = math.hypot(of_seeds, 1.96 * draws.std())
-                    low, high = mean - half, mean + half
+            both = curves[curves.method.isin([method, reference])]
+            _check_pairs(both, method, reference)
+            for axis, unit in (("epochs", "epochs"), ("flops", "FLOPs")):
+                pair = both.drop_duplicates(["seed", "method", axis])  # a tie in FLOPs
+                found = [
+                    efficiency.crossings(block, reference, axis, unit).iloc[0]
+                    for _, block in pair.groupby("seed")
+                ]
+                values = [float(each.multiplier) for each in found]
+                spread, clipped = 0.0, math.nan
+                if documents is not None and np.isfinite(values).all():
+                    logs, clipped = _resampled_multipliers(pair, method, reference, axis, documents)
+                    spread = float(logs.std())
+                mean, low, high = efficiency.ratio_interval(values, spread)
                 rows.append(
                     {"method": method, "reference": reference, "axis": axis, "multiplier": mean,
                      "low": low, "high": high, "seeds": len(values),
                      "reached": int(np.isfinite(values).sum()), "clipped": clipped,
                      "own_k": int(theirs.k.iloc[-1]),
-                     "cases": "; ".join(cases)}
+                     "cases": "; ".join(str(each.label) for each in found)}
                 )  # fmt: skip
     columns = ["method", "reference", "axis", "multiplier", "low", "high", "seeds", "reached"]
     return pd.DataFrame(rows, columns=[*columns, "clipped", "own_k", "cases"])
+
+
+def _check_pairs(pair: pd.DataFrame, method: str, reference: str) -> None:
+    seeds = {name: set(pair[pair.method == name].seed) for name in (method, reference)}
+    for one, other in ((method, reference), (reference, method)):
+        if lacking := seeds[one] - seeds[other]:
+            raise ValueError(f"seed {min(lacking)} has a curve of {one} but none of {other}")
+    ends = pair[pair.method == reference].groupby("seed").epochs.max()
+    if ends.nunique() > 1:
+        raise ValueError(f"{reference} ends at another budget by seed: {ends.to_dict()}")
 
 
 def multiplier_by_budget(
@@ -170,8 +194,13 @@ def multiplier_by_budget(
     A reference that has stopped improving makes any multiplier against its last point larger the
     longer it is trained; this shows how much. Columns: epochs (of the reference), multiplier, low,
     high (Student's over seeds), reached (seeds that have a crossing; without it the mean is nan).
+
+    Raises:
+        ValueError: as `multipliers`.
     """
     rows = []
+    curves = curves[curves.method.isin([method, reference])]
+    _check_pairs(curves, method, reference)
     for epochs in sorted(curves[curves.method == reference].epochs.unique()):
         values = []
         for _, block in curves.groupby("seed"):
@@ -179,7 +208,7 @@ def multiplier_by_budget(
             theirs = block[(block.method == reference) & (block.epochs == epochs)]
             matched = efficiency.matched_epochs(ours.epochs, ours.loss, theirs.loss.item())
             values.append(efficiency.multiplier(epochs, matched))
-        mean, low, high = efficiency.interval(values)
+        mean, low, high = efficiency.ratio_interval(values)
         rows.append({"epochs": epochs, "multiplier": mean, "low": low, "high": high,
                      "reached": int(np.isfinite(values).sum())})  # fmt: skip
     return pd.DataFrame(rows)
@@ -188,7 +217,7 @@ def multiplier_by_budget(
 def _resampled_multipliers(
     curves: pd.DataFrame, method: str, reference: str, axis: str, documents: pd.DataFrame
 ) -> tuple[np.ndarray, float]:
-    """Mean multipliers over seeds [draws], each on test documents drawn anew with replacement.
+    """Logarithms of multipliers, means over seeds [draws], on test documents drawn anew.
 
     Every point of every curve sees the same draw. Where a draw shows no crossing, its bound (the
     curve's last or first cost) stands in; the share of those comes second.
@@ -216,7 +245,7 @@ def _resampled_multipliers(
             matched = efficiency.matched_epochs(x, drawn[0][:, draw], drawn[1][0, draw])
             clipped += not math.isfinite(matched)
             matched = x[-1] if math.isinf(matched) else x[0] if math.isnan(matched) else matched
-            total[draw] += cost / matched / len(seeds)
+            total[draw] += math.log(cost / matched) / len(seeds)
     return total, clipped / (DRAWS * len(seeds))
 
 
@@ -224,9 +253,14 @@ def resampled_losses(documents: pd.DataFrame) -> dict[tuple, np.ndarray]:
     """The losses [draws] of every point of `document_losses`, on documents drawn anew.
 
     The draws are the same for every point, and the same for every table of the same text.
+
+    Raises:
+        ValueError: a point that is there twice.
     """
     sums = documents.set_index(POINT).filter(regex=r"^d\d+$")
-    tokens = sums.loc["tokens"].to_numpy()[0]
+    if (twice := sums.index[sums.index.duplicated()]).size:
+        raise ValueError(f"losses by document hold {twice[0]} twice: of two protocols?")
+    tokens = sums.loc[TOKENS].to_numpy()
     draws = np.random.default_rng(0).multinomial(
         len(tokens), np.full(len(tokens), 1 / len(tokens)), size=DRAWS
     )
@@ -238,38 +272,42 @@ def resampled_losses(documents: pd.DataFrame) -> dict[tuple, np.ndarray]:
 def multiplier_table(table: pd.DataFrame) -> pd.DataFrame:
     """A table of `multipliers` for reading: methods down, what they are measured against across.
 
-    A cell is "6.9 [6.1, 7.7]", or how many seeds have a crossing where not all have one.
+    A cell is "6.9x [6.1, 7.7]", with a star where the interval is too narrow because more than
+    2.5% of the resampled texts have no crossing, or how many seeds cross where not all do.
     """
-    cells = []
-    for row in table.itertuples():
-        text = f"{row.reached} of {row.seeds} seeds cross"
-        if np.isfinite(row.multiplier):
-            span = f" [{row.low:.1f}, {row.high:.1f}]" if np.isfinite(row.low) else ""
-            text = f"{row.multiplier:.1f}{span}"
-        cells.append((row.method, f"{row.reference}, {row.axis}", text))
+    cells = [(row.method, f"{row.reference}, {row.axis}", _said(row)) for row in table.itertuples()]
     frame = pd.DataFrame(cells, columns=["method", "against", "times fewer"])
     wide = frame.pivot(index="method", columns="against", values="times fewer")
     return wide.loc[frame.method.unique(), frame.against.unique()]
 
 
-def short_label(table: pd.DataFrame, method: str = "q0", reference: str = "ensemble") -> str:
-    """The multiplier on epochs for the margin of a figure: "2.2x [1.9, 2.5]"."""
+def marked_crossing(
+    means: pd.DataFrame, table: pd.DataFrame, method: str = "q0", reference: str = "ensemble"
+) -> pd.DataFrame:
+    """The crossing that a figure of `means` (`over_seeds`) marks: `efficiency.crossings`, with the
+    range and the label of the multiplier in a table of `multipliers`."""
     rows = table[(table.method == method) & (table.reference == reference)]
-    row = rows[rows.axis == "epochs"].iloc[0]
-    if np.isnan(row.multiplier):
-        return f"{row.reached} of {row.seeds} seeds cross"
-    span = f" [{row.low:.1f}, {row.high:.1f}]" if row.seeds > 1 else ""
-    return f"{row.multiplier:.1f}x fewer epochs{span}"
+    row = next(rows[rows.axis == "epochs"].itertuples())
+    found = efficiency.crossings(means[means.method.isin([method, reference])], reference)
+    cost = found.reference_cost
+    label = _said(row, " fewer epochs")
+    return found.assign(earliest=cost / row.high, latest=cost / row.low, label=label)
 
 
 def multiplier_sentence(table: pd.DataFrame) -> str:
     """The headline of a table of `multipliers`, for a terminal or the foot of a figure."""
     lines = []
     for row in table[table.method == "q0"].itertuples():
-        value = f"{row.multiplier:.1f}x"
-        if np.isnan(row.multiplier):
-            value = f"no mean ({row.reached} of {row.seeds} seeds cross: {row.cases})"
-        elif row.seeds > 1:
-            value += f" [{row.low:.1f}, {row.high:.1f}], {row.seeds} seeds"
-        lines.append(f"q0 matches the {row.reference} with fewer {row.axis}: {value}")
+        axis = {"flops": "FLOPs"}.get(row.axis, row.axis)
+        seeds = f"{row.seeds} seeds" if row.seeds > 1 else "one seed"
+        more = row.cases if np.isnan(row.multiplier) else seeds
+        lines.append(f"q0 matches the {row.reference} with fewer {axis}: {_said(row)} ({more})")
     return "\n".join(lines)
+
+
+def _said(row: Any, what: str = "") -> str:
+    """A row of `multipliers` in a few characters."""
+    if np.isnan(row.multiplier):
+        return f"{row.reached} of {row.seeds} seeds cross"
+    span = f" [{row.low:.1f}, {row.high:.1f}]" if np.isfinite(row.low) else ""
+    return f"{row.multiplier:.1f}x{what}{span}{'*' if row.clipped > OPEN else ''}"

@@ -14,17 +14,17 @@ import pandas as pd
 from q0lib import comparison, config, efficiency, ensemble, population, prior, results
 from q0lib.experiments import FULL, Experiment
 
-Found = Sequence[tuple[Experiment, config.Run]]
+Trained = Sequence[tuple[Experiment, config.Run]]
 
 
-def ablation_tables(found: Found, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
+def ablation_tables(found: Trained, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
     """What each variant of the recipe is worth, and how it got there.
 
     ablations: a row a (variant, seed, budget) with `mixtures`; `behind` is how far the learned
-    mixture lies above the full recipe's of the same seed on test, `behind_se` its error paired
-    over documents, and `mean_behind_se` the same error of the mean over all seeds of `found`.
-    snapshots: `results.snapshot_curve` of each variant and seed. A budget that a run ends before
-    has no row.
+    mixture lies above the full recipe's of the same seed on test (nan where that does not go so
+    far), `behind_se` its error paired over documents, and `mean_behind_se` the same error of the
+    mean over the `paired` seeds. snapshots: `results.snapshot_curve` of each variant and seed. A
+    budget that a run ends before has no row.
 
     Raises:
         ValueError: a budget that is no whole number of some variant's cycles.
@@ -45,12 +45,18 @@ def ablation_tables(found: Found, budgets: Sequence[float]) -> dict[str, pd.Data
     documents = populations[0][1].documents["test"]
     for row in rows:
         variant, epochs = row["variant"], row["epochs"]
-        seeds = [seed for label, seed, at in nll if (label, at) == (variant, epochs)]
-        pairs = {seed: (nll[variant, seed, epochs], nll[FULL, seed, epochs]) for seed in seeds}
-        ours, full = pairs[row["seed"]]
-        row["behind"], row["behind_se"] = ensemble.paired_difference(ours, full, documents)
-        ours, full = np.mean(list(pairs.values()), axis=0)
-        row["mean_behind_se"] = ensemble.paired_difference(ours, full, documents)[1]
+        pairs = {
+            seed: (each, nll[FULL, seed, epochs])
+            for (label, seed, at), each in nll.items()
+            if (label, at) == (variant, epochs) and (FULL, seed, epochs) in nll
+        }
+        row |= {"paired": len(pairs), "behind": np.nan, "behind_se": np.nan}
+        row["mean_behind_se"] = np.nan
+        if row["seed"] in pairs:
+            ours, full = pairs[row["seed"]]
+            row["behind"], row["behind_se"] = ensemble.paired_difference(ours, full, documents)
+            ours, full = np.mean(list(pairs.values()), axis=0)
+            row["mean_behind_se"] = ensemble.paired_difference(ours, full, documents)[1]
     curves = [
         results.snapshot_curve(whole).assign(variant=each.label, seed=whole.run.seed)
         for each, whole in populations
@@ -82,13 +88,20 @@ def compare(ablations: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     Columns: variant, epochs, seeds, snapshot, learned (means), behind with its 95% interval (low,
     high: the documents' error and, with two seeds or more, Student's over them, added as
     squares), by_seed (a list).
+
+    Raises:
+        ValueError: a variant that is not there, or that has nothing to compare it with.
     """
     rows = []
-    known = ablations[ablations.variant.isin(variants)]
+    known = ablations[ablations.variant.isin(variants) & ablations.behind.notna()]
+    if missing := set(variants) - set(known.variant):
+        raise ValueError(f"no pair of {sorted(missing)[0]!r} and the full recipe at one budget")
     for (variant, epochs), block in known.groupby(["variant", "epochs"], sort=False):
         mean, _, high = efficiency.interval(block.behind.tolist())
         alone = len(block) == 1
-        error = float((block.behind_se if alone else block.mean_behind_se).iloc[0])
+        whole = len(block) == block.paired.iloc[0]
+        # Of some of the seeds alone, the mean's error over documents is at most their mean error.
+        error = float((block.mean_behind_se if whole else block.behind_se).mean())
         half = float(np.hypot(0.0 if alone else high - mean, 1.96 * error))
         rows.append({"variant": variant, "epochs": epochs, "seeds": len(block),
                      "snapshot": block.snapshot.mean(), "learned": block.learned.mean(),
@@ -98,7 +111,7 @@ def compare(ablations: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(order, ascending=[True, False], ignore_index=True)
 
 
-def small_table(found: Found) -> pd.DataFrame:
+def small_table(found: Trained) -> pd.DataFrame:
     """Budgets of a few epochs, a row a (way to spend them, seed, budget), with `mixtures`.
 
     `mixed` and `mixed_validation` are the mixture that each way is meant for: learned, but uniform
@@ -115,7 +128,7 @@ def small_table(found: Found) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def split_table(found: Found) -> pd.DataFrame:
+def split_table(found: Trained) -> pd.DataFrame:
     """Independent ensembles by the length of their members: uniform mixtures of 1, 2, ... members.
 
     Columns: split, seed, epochs (a member), members, total (epochs), validation, test.
@@ -135,7 +148,7 @@ def split_table(found: Found) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def tuning_table(found: Found) -> pd.DataFrame:
+def tuning_table(found: Trained) -> pd.DataFrame:
     """The trials that fixed a preset, with their validation losses: a row a trial and budget.
 
     A trial is read at every budget at which its method has a trial, so that each can be compared.
@@ -161,7 +174,7 @@ def tuning_table(found: Found) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
+def reference_tables(found: Trained, tokens: int) -> dict[str, pd.DataFrame]:
     """One epoch on more and more tokens.
 
     reference: a row a (model, multiple of `tokens`, seed); `model` is the size, and the recipe
@@ -175,23 +188,25 @@ def reference_tables(found: Found, tokens: int) -> dict[str, pd.DataFrame]:
     texts = set()
     for each, run in found:
         whole = population.load(run)
-        member, (size, _, *recipe) = whole.members.iloc[-1], each.label.split(", ")
-        model = ", ".join([size, *recipe])
-        multiple = run.corpus.train_tokens / tokens
         record = population.read_record(population.member_path(run.directory, 0, 0))
         texts.add(record["fingerprints"]["test"])
-        _, index = np.unique(whole.documents["test"], return_inverse=True)
-        sums["tokens", -1, 0.0] = np.bincount(index).astype(float)
-        sums[model, run.seed, multiple] = np.bincount(index, weights=-np.log(whole.P["test"][-1]))
+        size = f"width {run.model.width}"
+        fields = [text.removeprefix("single.") for text in each.overrides if "single." in text]
+        recipe = " ".join(fields) if each.part == "tuned_reference" else ""
+        model, multiple = f"{size} {recipe}".strip(), run.corpus.train_tokens / tokens
+        sums[comparison.TOKENS] = comparison.document_sizes(whole)
+        sums[model, run.seed, multiple] = comparison.document_sums(whole, np.ones(1))
+        member = whole.members.iloc[-1]
         rows.append(
-            {"model": model, "size": size, "recipe": "".join(recipe), "multiple": multiple,
-             "tokens": run.corpus.train_tokens,
-             "seed": run.seed, "validation": member.validation_loss, "test": member.test_loss,
+            {"model": model, "size": size, "recipe": recipe, "multiple": multiple,
+             "tokens": run.corpus.train_tokens, "seed": run.seed,
+             "validation": member.validation_loss, "test": member.test_loss,
              "flops": member.flops, **results.origin(whole)}
         )  # fmt: skip
     if len(texts) > 1:
         raise ValueError(f"the reference was evaluated on {len(texts)} different texts, not on one")
-    return {"reference": pd.DataFrame(rows), "reference_documents": comparison.document_frame(sums)}
+    documents = comparison.document_frame(sums)
+    return {"reference": pd.DataFrame(rows), "reference_documents": documents}
 
 
 def reference_curve(table: pd.DataFrame) -> pd.DataFrame:
@@ -199,9 +214,8 @@ def reference_curve(table: pd.DataFrame) -> pd.DataFrame:
 
     The mean over seeds decides. Columns as there, a row a (tokens, seed).
     """
-    means = table.groupby(["tokens", "model"]).validation.mean().reset_index()
-    best = means.sort_values(["tokens", "validation"]).drop_duplicates("tokens")
-    return table.merge(best[["tokens", "model"]]).sort_values(["seed", "tokens"], ignore_index=True)
+    best = comparison.elected(table, "tokens", "model", "validation")
+    return best.sort_values(["seed", "tokens"], ignore_index=True)
 
 
 def data_efficiency(
@@ -215,20 +229,35 @@ def data_efficiency(
     """How many times `tokens` the reference needs for the test loss of each (method, budget).
 
     `curves` as `comparison.epoch_curves` gives them, `line` as `reference_curve`. A seed's loss is
-    read off the reference's mean over seeds. A budget of 0 takes the one that is best on
-    validation; a point that the curves do not have is left out. The interval holds the seeds
-    (Student's) and the documents (resampled for both, alike), the half-widths added as squares.
+    read off the reference of the same seed, or off the mean of the reference's seeds where it is
+    none of them. A budget of 0 takes the one that is best on validation; a point that the curves
+    do not have is left out. The interval is `efficiency.ratio_interval` over the seeds and the
+    documents (resampled for both, alike); `clipped` is the share of draws beyond the reference,
+    where its end stood in.
 
     Columns: method, epochs, loss, multiplier (nan when a seed lies beyond the reference), low,
-    high, seeds, cases. The table that `summary` reads has one more, reference: "one recipe" or
-    "tuned".
+    high, seeds, reached (how many do not), clipped, cases. The table that `summary` reads has one
+    more, reference: "one recipe" or "tuned".
+
+    Raises:
+        ValueError: losses by document of two different texts.
     """
-    mean_line = line.groupby("tokens").test.mean()
-    drawn_of = comparison.resampled_losses(reference_documents)
-    points_of = line[["model", "seed", "multiple"]].itertuples(index=False, name=None)
-    drawn = pd.DataFrame([drawn_of[point] for point in points_of])
-    drawn_line = drawn.groupby(line.tokens.to_numpy()).mean().to_numpy()  # [multiples, draws]
+    texts = [
+        table.set_index(comparison.POINT).loc[comparison.TOKENS].filter(regex=r"^d\d+$")
+        for table in (documents, reference_documents)
+    ]
+    if not texts[0].equals(texts[1]):
+        raise ValueError("the curves and the reference were evaluated on different documents")
     ours_of = comparison.resampled_losses(documents)
+    theirs_of = comparison.resampled_losses(reference_documents)
+    references = {}
+    for seed in sorted(line.seed.unique()):
+        rows = line[line.seed == seed].sort_values("tokens")
+        names = rows[["model", "seed", "multiple"]].itertuples(index=False, name=None)
+        references[seed] = rows.test.to_numpy(), np.array([theirs_of[name] for name in names])
+    mean = [np.mean(each, axis=0) for each in zip(*references.values(), strict=True)]
+    axis = np.sort(line.tokens.unique())
+    ends = axis[0] / tokens, axis[-1] / tokens
     rows = []
     for method, epochs in points:
         curve = curves[curves.method == method]
@@ -237,39 +266,39 @@ def data_efficiency(
         at = curve[curve.epochs == epochs]
         if at.empty:
             continue
-        axis = mean_line.index
-        ratios = [efficiency.data_efficiency(x, axis, mean_line, tokens) for x in at.loss]
-        said = [efficiency.describe_efficiency(x, axis, mean_line, tokens) for x in at.loss]
-        ratios = [x if np.isfinite(x) else np.nan for x in ratios]
-        mean, low, high = efficiency.interval(ratios)
-        if np.isfinite(mean):
-            ours = np.mean([ours_of[method, seed, epochs] for seed in at.seed], axis=0)
-            found = [
-                efficiency.data_efficiency(x, axis, reference, tokens)
-                for x, reference in zip(ours, drawn_line.T, strict=True)
-            ]
-            ends = axis[0] / tokens, axis[-1] / tokens  # stand in where a draw has no crossing
-            draws = np.clip(np.nan_to_num(found, nan=ends[0]), *ends)
-            of_seeds = high - mean if len(ratios) > 1 else 0.0
-            half = float(np.hypot(of_seeds, 1.96 * np.std(draws)))
-            low, high = mean - half, mean + half
+        said, ratios, logs, clipped = [], [], [], 0
+        for row in at.itertuples():
+            reference, drawn = references.get(row.seed, mean)
+            said.append(efficiency.describe_efficiency(row.loss, axis, reference, tokens))
+            ratios.append(efficiency.data_efficiency(row.loss, axis, reference, tokens))
+            found = np.array([
+                efficiency.data_efficiency(loss, axis, other, tokens)
+                for loss, other in zip(ours_of[method, row.seed, epochs], drawn.T, strict=True)
+            ])  # fmt: skip
+            clipped += int((~np.isfinite(found)).sum())
+            logs.append(np.log(np.clip(np.nan_to_num(found, nan=ends[0]), *ends)))
+        spread = float(np.mean(logs, axis=0).std())
+        multiplier, low, high = efficiency.ratio_interval(ratios, spread)
         rows.append({"method": method, "epochs": epochs, "loss": at.loss.mean(),
-                     "multiplier": mean, "low": low, "high": high, "seeds": len(at),
-                     "cases": "; ".join(said)})  # fmt: skip
+                     "multiplier": multiplier, "low": low, "high": high, "seeds": len(at),
+                     "reached": int(np.isfinite(ratios).sum()),
+                     "clipped": clipped / np.size(logs), "cases": "; ".join(said)})  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def summary(folder: Path) -> pd.DataFrame:
     """The study in a few lines: every headline number with its interval, from the tables there.
 
-    Columns: metric, value, low, high, seeds, split. Tables that are not there yet have no lines.
-    Where a seed has no crossing the value is nan.
+    Columns: metric, value, low, high, seeds, split, reached (seeds that have a number; where not
+    all do, the value is nan). Tables that are not there yet have no lines.
     """
     rows = []
 
     def line(metric: str, row: Any) -> None:
-        rows.append({"metric": metric, "value": row.multiplier, "low": row.low, "high": row.high,
-                     "seeds": int(row.seeds), "split": "test"})  # fmt: skip
+        rows.append(
+            {"metric": metric, "value": row.multiplier, "low": row.low, "high": row.high,
+             "seeds": int(row.seeds), "split": "test", "reached": int(row.reached)}
+        )  # fmt: skip
 
     if (path := folder / "epoch_multipliers.csv").exists():
         table = results.read(path)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from q0lib import allocation, config
 
 PARTS = ("tuning", "main", "splits", "ablation", "reference", "tuned_reference", "small")
+ONE_SEED = ("tuning", "tuned_reference")  # what is chosen by one seed is trained for one alone
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
 
@@ -42,7 +43,7 @@ def _size(width: int, layers: int, heads: int) -> dict[str, tuple[str, ...]]:
 
 
 # One seed, judged on validation: q0 by its learned mixture, an ensemble by its uniform one. What
-# a field is where a trial does not name it, the preset says; the presets took the best.
+# a field is where a trial does not name it, the preset says.
 _CPU_TRIALS = (
     *(("q0", epochs, fields) for epochs, fields in (
         (64, "weight_decay=0.7"), (64, "weight_decay=1.0"), (64, "weight_decay=0.5"),

@@ -123,7 +123,7 @@ def epoch_curves(
         _plain_ticks(ax, _apart(frame[x].unique()))
     ax.set(xlabel=xlabel, ylabel=ylabel)
     if crossings is not None and len(crossings):
-        _mark_crossings(ax, crossings, float(frame[x].min()))
+        _mark_crossings(ax, crossings, frame.groupby("method")[x].min())
     end_labels(ax, ends)
 
 
@@ -168,7 +168,7 @@ def trajectory_gaps(
     _budget_axis(ax, budgets, regimes)
 
 
-def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str = LOSS) -> None:
+def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str) -> None:
     """Draw what single snapshots lose, and what the mixture of all up to there loses, by epochs.
 
     frame: columns method, seed, epochs, member, mixture; a line is the mean over seeds and its
@@ -357,13 +357,16 @@ def efficiency_curve(
 _UNITS = {1e9: "billions", 1e6: "millions", 1.0: "tokens"}
 
 
-def _mark_crossings(ax: Axes, crossings: pd.DataFrame, first: float) -> None:
-    """Mark each crossing on the dashed line of the target, and label it below the curves."""
+def _mark_crossings(ax: Axes, crossings: pd.DataFrame, first: pd.Series) -> None:
+    """Mark each crossing on the dashed line of the target, and label it below the curves.
+
+    first: where each method's curve begins.
+    """
     target, cost = crossings["target"].iloc[0], crossings["reference_cost"].iloc[0]
     notes = []
     for row in crossings.to_dict("records"):
         color = _color(row["method"])
-        at = first if np.isnan(row["matched"]) else row["matched"]
+        at = float(first[row["method"]]) if np.isnan(row["matched"]) else row["matched"]
         if np.isfinite(at):
             shape = "<" if np.isnan(row["matched"]) else "o"
             ax.plot(
@@ -374,7 +377,7 @@ def _mark_crossings(ax: Axes, crossings: pd.DataFrame, first: float) -> None:
         name = _label(row["method"]).replace("\n", " ")
         text = row["label"] if np.isfinite(at) else f"{name}: {row['label']}"
         notes.append(Note(at, target, text, color))
-    left = min([note.x for note in notes if np.isfinite(note.x)], default=first)
+    left = min([note.x for note in notes if np.isfinite(note.x)], default=float(first.min()))
     ax.plot([left, cost], [target] * 2, color="0.4", lw=0.7, ls="--", zorder=1, label="target")
     drop_labels(ax, notes)
 

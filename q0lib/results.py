@@ -16,14 +16,6 @@ from q0lib.model import forward_flops
 from q0lib.population import Population, load
 
 SPLITS = ("fitness", "validation", "test")
-WRITTEN_BY = {
-    **dict.fromkeys(("ablations", "snapshots"), "01_cycles"),
-    **dict.fromkeys(("epoch_efficiency", "test_documents"), "04_epoch_efficiency"),
-    **dict.fromkeys(("reference", "reference_documents", "data_efficiency"), "05_data_efficiency"),
-    **dict.fromkeys(("small_budgets", "splits"), "06_allocation"),
-    **dict.fromkeys(("runs", "tuning"), "measured_study"),
-    "epoch_multipliers": "04_epoch_efficiency",
-}
 PRIOR_TABLES = (
     "prior_fits",
     "prior_weights",
@@ -31,6 +23,15 @@ PRIOR_TABLES = (
     "prior_cross_validation",
     "prior_fitness_size",
 )
+WRITTEN_BY = {
+    **dict.fromkeys(("ablations", "snapshots"), "01_cycles"),
+    **dict.fromkeys(("epoch_efficiency", "test_documents"), "04_epoch_efficiency"),
+    **dict.fromkeys(("reference", "reference_documents", "data_efficiency"), "05_data_efficiency"),
+    **dict.fromkeys(("small_budgets", "splits"), "06_allocation"),
+    **dict.fromkeys(("runs", "tuning", "summary"), "measured_study"),
+    "epoch_multipliers": "04_epoch_efficiency",
+    **dict.fromkeys(PRIOR_TABLES, "03_learned_prior"),
+}
 ALL_CHOICES: tuple[prior.Choice, ...] = ("truncate", "refit", "greedy", "lowest", "uniform")
 CHOICES: tuple[prior.Choice, ...] = ("truncate", "greedy", "lowest", "uniform")
 
@@ -84,7 +85,8 @@ def chosen_k(population: Population, ks: Sequence[int], choice: prior.Choice = "
     """The K of `ks` with the lowest cross-validated loss over fitness documents.
 
     On the text that fitted the weights more members always look better; held-out documents of the
-    same split tell otherwise, and leave validation and test alone.
+    same split tell otherwise, and leave validation and test alone. What a member costs at
+    inference does not count here; `prior_tables` marks the smallest K that is as good.
     """
     possible = sorted({k for k in ks if k <= len(population)})
     if len(possible) == 1:
@@ -99,7 +101,11 @@ def budget_table(
     populations: Sequence[Population], budgets: Sequence[float], ks: Sequence[int] = ()
 ) -> pd.DataFrame:
     """`budget_rows` of every population, and of its first 1, 2, ... trajectories if they have
-    cycles; what two of them contain is there once."""
+    cycles; what two of them contain is there once.
+
+    Raises:
+        ValueError: a K that a population does not have, or no budget that any of them contains.
+    """
     blocks = []
     for each in populations:
         sizes = ks if each.run.cycles > 1 else ()
@@ -108,6 +114,9 @@ def budget_table(
         for count in counts:
             part = each if count is None else each.prefix(count, each.run.cycles)
             blocks.append(budget_rows(part, budgets, sizes))
+    if all(block.empty for block in blocks):
+        held = ", ".join(f"{each.run.name} at {each.run.epochs:g} epochs" for each in populations)
+        raise ValueError(f"no budget of {list(budgets)} is part of {held}")
     table = pd.concat(blocks, ignore_index=True)
     keys = ["method", "seed", "epochs", "trajectories", "choice", "k"]
     return table.drop_duplicates(keys, ignore_index=True)
@@ -120,19 +129,16 @@ def budget_rows(
 
     An ensemble is read off at its first members, trajectories with cycles at their first cycles;
     budgets that the population does not contain are left out. Each budget has the uniform mixture
-    of all members, the paper's truncated prior at all members and at every K of `ks` that it
-    holds, of which the K chosen on fitness documents has best_k true, and the greedy choice at
-    every K of `ks`.
-
-    Raises:
-        ValueError: no budget that the population contains.
+    of all members; the paper's prior (fitted by AdamW, as there), cut to every K of `ks`, to
+    every power of two and to all members, of which the K chosen on fitness documents has best_k
+    true; and the greedy choice at every K of `ks`.
     """
     run, frames = population.run, []
     for epochs in budgets:
         part = at_budget(population, epochs, run.trajectories)
         if part is None:
             continue
-        sizes = [*ks, len(part)]
+        sizes = [*ks, *(2**i for i in range(len(part).bit_length())), len(part)]
         best = chosen_k(part, sizes)
         learned = selections(part, sizes, ["truncate"])
         learned["best_k"] = learned.k == best
@@ -143,9 +149,7 @@ def budget_rows(
         table.insert(0, "epochs", epochs)
         frames.append(table)
     if not frames:
-        raise ValueError(
-            f"no budget of {list(budgets)} is part of {run.name} at {run.epochs:g} epochs"
-        )
+        return pd.DataFrame()
     table = pd.concat(frames, ignore_index=True)
     table.insert(0, "seed", run.seed)
     table.insert(0, "method", run.name)

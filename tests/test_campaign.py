@@ -30,9 +30,15 @@ def test_costs_are_measured_once_for_what_is_trained_once(text, runs):
     before = campaign.cost_table(found)
     assert not before.done.any()
     assert before.charged.tolist() == [2, 2, 2, 0]
-    for _, run in (longer, wider):
-        trajectory.train_population(run, text, progress=False)
+    assert before.hours.tolist() == [0, 0, 0, 0]
+    trajectory.train_population(longer[1], text, progress=False)
+    partly = campaign.cost_table([wider])  # its first trajectory went further than it needs
+    assert partly.done.tolist() == [False]
+    assert partly.trained.tolist() == [2]
+    assert (partly.hours > 0).all()
+    trajectory.train_population(wider[1], text, progress=False)
     after = campaign.cost_table(found)
+    assert after.trained.tolist() == after.charged.tolist()
     assert after.done.all()
     assert (after.hours[:3] > 0).all()
     assert after.hours[3] == 0
@@ -44,3 +50,15 @@ def test_costs_are_measured_once_for_what_is_trained_once(text, runs):
     parts = campaign.summarise(after)
     assert parts.loc["all", "hours"] == pytest.approx(whole)
     assert parts.loc["main", ["runs", "done", "epochs"]].tolist() == [4, 4, 6]
+
+
+def test_trials_are_trained_for_one_seed():
+    planned = experiments.plan("cpu", ["tuning", "small"])
+    found = campaign.runs_of(planned, "cpu", [1, 2])
+    assert {run.seed for each, run in found if each.part == "tuning"} == {1}
+    assert {run.seed for each, run in found if each.part == "small"} == {1, 2}
+
+
+def test_a_part_without_runs_is_one_sentence(capsys):
+    assert campaign.main(["--preset", "quick", "--parts", "tuning"]) == 2
+    assert "preset quick has no runs in the parts tuning" in capsys.readouterr().err

@@ -334,6 +334,20 @@ def test_one_seed_has_no_interval_and_a_missing_crossing_no_mean():
     assert all(math.isnan(value) for value in efficiency.interval([4.6, math.inf]))
 
 
+def test_a_ratio_has_the_same_interval_either_way_up():
+    values = [4.0, 5.0, 6.5]
+    mean, low, high = efficiency.ratio_interval(values, spread=0.1)
+    assert mean == pytest.approx(np.prod(values) ** (1 / 3))
+    turned = efficiency.ratio_interval([1 / value for value in values], spread=0.1)
+    assert turned == pytest.approx((1 / mean, 1 / high, 1 / low))
+    seeds = 4.302653 * np.std(np.log(values), ddof=1) / np.sqrt(3)
+    assert np.log(high / mean) == pytest.approx(np.hypot(seeds, 0.196), rel=1e-6)
+    assert efficiency.ratio_interval([4.0], 0.1)[2] == pytest.approx(4 * np.exp(0.196))
+    assert math.isnan(efficiency.ratio_interval([4.0])[1])
+    for missing in (math.nan, math.inf):
+        assert all(math.isnan(value) for value in efficiency.ratio_interval([4.0, missing]))
+
+
 def test_bad_intervals_are_refused():
     with pytest.raises(ValueError, match="non-empty"):
         efficiency.interval([])

@@ -39,6 +39,11 @@ def test_ablations_are_paired_with_the_full_recipe_at_the_same_budget(found):
     assert np.isnan(slow.k8), "four snapshots have no eight"
     longer = evidence.ablation_tables(found, [16, 64])
     assert set(longer["ablations"].epochs) == {16}, "what a run ends before is left out"
+    alone = evidence.ablation_tables([found[0], *found[2:], found[1]][1:], [16])["ablations"]
+    alone = alone.set_index(["variant", "seed"])
+    assert np.isnan(alone.behind["slow", 0]), "there is no full recipe of this seed"
+    assert alone.behind["slow", 1] == pytest.approx(slow.behind)
+    assert alone.mean_behind_se["slow", 1] == pytest.approx(alone.behind_se["slow", 1])
     with pytest.raises(ValueError, match="slow has no snapshot after 6 epochs"):
         evidence.ablation_tables(found, [6])
     # The error of the mean over seeds is that of the mean difference, token by token.
@@ -58,7 +63,7 @@ def test_ablations_are_paired_with_the_full_recipe_at_the_same_budget(found):
 def test_variants_are_compared_over_seeds_and_documents():
     rows = pd.DataFrame(
         [{"variant": v, "seed": s, "epochs": 8, "snapshot": 5.0, "learned": 4.0,
-          "behind": 0.01 * s + shift, "behind_se": 0.003, "mean_behind_se": 0.002}
+          "behind": 0.01 * s + shift, "behind_se": 0.003, "mean_behind_se": 0.002, "paired": 2}
          for v, shift in (("a", 0.0), ("b", 0.1), ("c", 0.0)) for s in (0, 1)]
     )  # fmt: skip
     table = evidence.compare(rows, ["a", "b"]).set_index("variant")
@@ -67,6 +72,8 @@ def test_variants_are_compared_over_seeds_and_documents():
     assert table.high["a"] - table.behind["a"] == pytest.approx(half, rel=1e-4)
     alone = evidence.compare(rows[rows.seed == 1], ["a"]).iloc[0]
     assert alone.high == pytest.approx(0.01 + 1.96 * 0.003)
+    with pytest.raises(ValueError, match="no pair of 'd' and the full recipe"):
+        evidence.compare(rows, ["a", "d"])
 
 
 def test_small_budgets_have_a_row_each(found):
@@ -74,6 +81,13 @@ def test_small_budgets_have_a_row_each(found):
     assert table.spent_on.tolist() == [FULL, "slow"] * 2
     assert (table.learned < table.snapshot).all()
     assert (table.mixed == table.learned).all()
+    independent = [(Experiment("small", "models", "ensemble", 32), found[0][1])]
+    apart = evidence.small_table(independent).iloc[0]
+    P = population.load(found[0][1]).P
+    assert apart.mixed == pytest.approx(-np.log(P["test"].mean(0)).mean(), abs=1e-6)
+    assert apart.mixed_validation == pytest.approx(
+        -np.log(P["validation"].mean(0)).mean(), abs=1e-6
+    )
 
 
 def test_splits_are_uniform_mixtures_of_their_first_members(monkeypatch):
@@ -101,21 +115,22 @@ def test_trials_are_read_on_validation_at_every_budget_that_has_a_trial(found):
 def test_reference_tables_hold_every_run_and_refuse_two_texts(text, runs):
     found = []
     faster = "matrix_lr=0.05"
-    for multiple, recipe in ((1, ()), (2, ()), (2, (faster,))):
-        label = ", ".join(["s", f"{multiple}x tokens", *recipe])
-        changed = [f"single.{field}" for field in recipe]
+    for multiple, part, changed in (
+        (1, "reference", ()), (2, "reference", ()), (2, "tuned_reference", (f"single.{faster}",)),
+    ):  # fmt: skip
         run = tiny_study(0, f"corpus.train_tokens={600 * multiple}", *changed).run("single", 1)
         trajectory.train_population(run, progress=False)
-        found.append((Experiment("reference", label, "single", 1), run))
+        found.append((Experiment(part, "", "single", 1, changed), run))
+    size = f"width {run.model.width}"
     tables = evidence.reference_tables(found, 600)
     assert tables["reference"].multiple.tolist() == [1, 2, 2]
-    assert tables["reference"].model.tolist() == ["s", "s", f"s, {faster}"]
+    assert tables["reference"].model.tolist() == [size, size, f"{size} {faster}"]
     assert tables["reference"].recipe.tolist() == ["", "", faster]
     losses = comparison.resampled_losses(tables["reference_documents"])
-    assert set(losses) == {("s", 0, 1.0), ("s", 0, 2.0), (f"s, {faster}", 0, 2.0)}
+    assert set(losses) == {(size, 0, 1.0), (size, 0, 2.0), (f"{size} {faster}", 0, 2.0)}
     test = population.load(found[1][1]).members.test_loss.item()
     sums = tables["reference_documents"].set_index(comparison.POINT).sum(axis=1)
-    assert sums["s", 0, 2.0] / sums["tokens", -1, 0.0] == pytest.approx(test)
+    assert sums[size, 0, 2.0] / sums[comparison.TOKENS] == pytest.approx(test)
     other = tiny_study(0, "corpus.test_tokens=300").run("single", 1)
     trajectory.train_population(other, progress=False)
     with pytest.raises(ValueError, match="evaluated on 2 different texts"):
@@ -161,27 +176,51 @@ def test_the_reference_takes_the_best_size_and_efficiency_reads_it():
     table = evidence.data_efficiency(curves, *given, texts[0], of_line)
     assert len(table) == 1, "a budget that the curves do not have is left out"
     row = table.iloc[0]
-    # the reference's means are 5.05, 4.55, 4.05: 4.3 is halfway from 200 to 400, 4.55 at 200
-    assert row.multiplier == pytest.approx((3 + 2) / 2)
-    assert row.cases == "3.00x; 2.00x"
-    assert row.high - row.multiplier == pytest.approx(12.7062 * 0.5, rel=1e-4)
+    # Seed 0's reference has 4.5 at 200 and 4.0 at 400: 4.3 lies at 280. Seed 1's has 4.6 and 4.1:
+    # 4.55 lies at 220.
+    assert row.cases == "2.80x; 2.20x"
+    assert row.multiplier == pytest.approx(np.sqrt(2.8 * 2.2))
+    of_seeds = 12.7062 * np.log(2.8 / 2.2) / 2
+    assert row.high / row.multiplier == pytest.approx(np.exp(of_seeds), rel=1e-4)
+    # A reference without these seeds is read at its mean: 4.55 at 200, 4.05 at 400.
+    others = line.assign(seed=line.seed + 5)
+    unpaired = evidence.data_efficiency(
+        curves, others, *given[1:], texts[0], by_document(
+            reference().assign(seed=lambda t: t.seed + 5)[columns].to_numpy(), 0.0
+        )
+    ).iloc[0]  # fmt: skip
+    assert unpaired.cases == "3.00x; 2.00x"
     wider = evidence.data_efficiency(curves, *given, texts[1], of_line).iloc[0]
     assert wider.high > row.high
-    alone = curves[curves.seed == 0]
-    of_one = evidence.data_efficiency(alone, *given, texts[1], of_line).iloc[0]
-    assert of_one.high > of_one.multiplier
+    # With one seed the documents alone: the slope there is 200 tokens for 0.5 nats.
+    alone = evidence.data_efficiency(curves[curves.seed == 0], *given, texts[1], of_line).iloc[0]
+    drawn = comparison.resampled_losses(texts[1])["q0", 0, 16.0]
+    spread = np.log((200 + (4.5 - drawn) / 0.5 * 200) / 100).std()
+    assert np.log(alone.high / alone.multiplier) == pytest.approx(1.96 * spread, rel=1e-3)
+    assert alone.clipped == 0
     best = evidence.data_efficiency(curves, line, 100, [("q0", 0)], texts[0], of_line)
     assert best.epochs.item() == 16
     beyond = evidence.data_efficiency(curves.assign(loss=3.0), *given, texts[0], of_line).iloc[0]
     assert np.isnan(beyond.multiplier)
-    assert beyond.cases == "beyond 4.0x; beyond 4.0x"
+    assert (beyond.reached, beyond.cases) == (0, "beyond 4.0x; beyond 4.0x")
+    shorter = of_line.drop(columns="d39")
+    with pytest.raises(ValueError, match="different documents"):
+        evidence.data_efficiency(curves, *given, texts[0], shorter)
+
+
+def test_a_reference_of_some_seeds_alone_is_not_chosen():
+    table = reference()
+    lucky = table[(table.seed == 0) & (table.model == "s")].assign(model="lucky", validation=1.0)
+    line = evidence.reference_curve(pd.concat([table, lucky]))
+    assert "lucky" not in set(line.model)
+    assert len(line) == 6
 
 
 def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     assert evidence.summary(tmp_path).empty
     multipliers = [
         {"protocol": protocol, "reference": reference, "axis": axis, "method": method,
-         "multiplier": 2.0, "low": 1.5, "high": 2.5, "seeds": 3, "own_k": 16}
+         "multiplier": 2.0, "low": 1.5, "high": 2.5, "seeds": 3, "reached": 3, "own_k": 16}
         for protocol in ("clean", "paper")
         for reference in ("ensemble", "distilled_ensemble")
         for axis in ("epochs", "flops")
@@ -190,13 +229,13 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     results.write(pd.DataFrame(multipliers), tmp_path / "epoch_multipliers.csv")
     ratios = [
         {"method": method, "epochs": epochs, "multiplier": 7.0, "low": 6, "high": 8, "seeds": 3,
-         "reference": reference}
+         "reached": 3, "reference": reference}
         for reference in ("one recipe", "tuned")
         for method, epochs in (("q0", 256), ("q0", 512), ("ensemble", 256))
     ]  # fmt: skip
     results.write(pd.DataFrame(ratios), tmp_path / "data_efficiency.csv")
     table = evidence.summary(tmp_path)
-    assert list(table) == ["metric", "value", "low", "high", "seeds", "split"]
+    assert list(table) == ["metric", "value", "low", "high", "seeds", "split", "reached"]
     asked = {
         "epoch_efficiency_best_k", "epoch_efficiency_k8", "flop_efficiency_best_k",
         "flop_efficiency_k8", "epoch_efficiency_own_k", "epoch_efficiency_vs_distilled_ensemble",
@@ -210,4 +249,4 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     assert {"epoch_efficiency_k8", "epoch_efficiency_own_k"} <= set(
         evidence.summary(tmp_path).metric
     ), "the ensemble's own number may be eight too"
-    assert set(table.split) == {"test"}
+    assert (table.value[table.metric == "data_efficiency_baseline"] == 7.0).all()

@@ -341,7 +341,7 @@ def test_trajectories_show_snapshots_and_mixtures_and_single_models():
     )  # fmt: skip
     fig = Figure()
     ax = fig.subplots()
-    figures.along_trajectories(ax, frame)
+    figures.along_trajectories(ax, frame, ylabel="Test loss")
     lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert lines["q0 member"] == pytest.approx([5.1, 4.7])
     assert lines["q0 mixture"] == pytest.approx([5.1, 4.6])

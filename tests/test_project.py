@@ -1,11 +1,13 @@
 """The project as a whole: its environment, its rooms, its committed notebooks and its commands."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
 
+import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -81,7 +83,30 @@ def test_committed_notebooks_are_what_their_code_and_tables_give(notebook):
     assert publish.stale(notebook) is None
 
 
-@pytest.mark.parametrize("module", ["sweep", "study", "publish", "bench", "variations"])
+@pytest.mark.parametrize("path", sorted(paths.NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_call_what_the_library_has(path):
+    """A stale notebook is found by the test above, but one that runs on request only by none."""
+    cells = nbformat.read(path, as_version=4).cells
+    tree = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
+    rooms = {
+        alias.name: importlib.import_module(f"q0lib.{alias.name}")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "q0lib"
+        for alias in node.names
+        if alias.name in MODULES
+    }
+    assert rooms
+    asked = {
+        (node.value.id, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    missing = [f"{room}.{name}" for room, name in asked
+               if room in rooms and not hasattr(rooms[room], name)]  # fmt: skip
+    assert missing == []
+
+
+@pytest.mark.parametrize("module", ["campaign", "sweep", "study", "publish", "bench", "variations"])
 def test_help_exits_at_once(module):
     result = subprocess.run(
         [sys.executable, "-m", f"q0lib.{module}", "--help"], capture_output=True, text=True

@@ -35,17 +35,19 @@ def test_budgets_are_prefixes():
     for k in (0, 9):
         with pytest.raises(ValueError, match=rf"K must be in 1\.\.8, got {k}"):
             results.budget_table([q0], [8], [k])
+    assert table[(table.epochs == 16) & (table.choice == "truncate")].k.tolist() == [1, 2, 4, 8]
     base = made(tiny_study().run("ensemble", 8), 4)
     table = results.budget_rows(base, [2, 4, 8])
     assert table[table.choice == "uniform"].k.tolist() == [1, 2, 4]
     with pytest.raises(ValueError, match=r"no budget of \[3\] is part of q0 at 16 epochs"):
-        results.budget_rows(q0, [3], [1])
+        results.budget_table([q0], [3], [1])
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
 def test_every_number_of_trajectories_is_read_off_its_prefix():
     q0 = made(tiny_study(0, "q0.trajectories=2").run("q0", 16), 8)  # 2 x 4 cycles of 2 epochs
     longer = made(tiny_study().run("q0", 16), 8)  # 1 x 8
+    assert results.budget_table([q0], [6], [1]).trajectories.unique().tolist() == [1]
     table = results.budget_table([q0, longer], [4, 8, 16], [1])
     held = table[table.choice == "uniform"][["trajectories", "epochs", "k"]]
     assert held.to_numpy().tolist() == [
@@ -58,11 +60,13 @@ def test_every_number_of_trajectories_is_read_off_its_prefix():
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
 def test_k_is_chosen_without_validation_or_test():
+    """One good member among poor ones: with the paper's weights two beat one and eight."""
     population = made(tiny_study().run("q0", 16), 8)
-    blind = dataclasses.replace(
-        population, P={"fitness": population.P["fitness"]}, documents=population.documents
-    )
-    assert results.chosen_k(blind, [1, 2, 4, 8]) in (1, 2, 4, 8)
+    P = population.P["fitness"].copy()
+    P[:6] *= 1e-3
+    blind = dataclasses.replace(population, P={"fitness": P}, documents=population.documents)
+    assert results.chosen_k(blind, [1, 2, 8]) == 2
+    assert results.chosen_k(blind, [1, 8]) == 8
     assert results.chosen_k(blind, [8]) == 8
 
 
