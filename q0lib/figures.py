@@ -168,13 +168,14 @@ def trajectory_gaps(
     _budget_axis(ax, budgets, regimes)
 
 
-def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str) -> None:
+def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str, log: bool = False) -> None:
     """Draw what single snapshots lose, and what the mixture of all up to there loses, by epochs.
 
     frame: columns method, seed, epochs, member, mixture; a line is the mean over seeds and its
     band their range. Snapshots are thin and dashed, mixtures solid, a method in one colour. A
-    method without mixtures (nan) is drawn as single models, solid.
+    method without mixtures (nan) is drawn as single models, solid. log: a logarithmic x axis.
     """
+    ends = []
     for method, rows in frame.groupby("method", sort=False):
         color, alone = _color(str(method)), rows["mixture"].isna().all()
         for column in ["member"] if alone else ["member", "mixture"]:
@@ -185,8 +186,13 @@ def along_trajectories(ax: Axes, frame: pd.DataFrame, *, ylabel: str) -> None:
             ax.fill_between(mean.index, by.min(), by.max(), color=color, alpha=0.15, lw=0)
             name = _CURVE_NAMES.get(str(method), str(method))
             what = name if alone else f"{name}: {_CURVE_PARTS[column]}"
-            say(ax, what, (float(mean.index[-1]), float(mean.iloc[-1])), color, (5, 0))
+            ends.append(Note(float(mean.index[-1]), float(mean.iloc[-1]), what, color))
+    if log:
+        ax.set_xscale("log", base=2)
+        first, last = np.log2([frame["epochs"].min(), frame["epochs"].max()]).round()
+        _plain_ticks(ax, 2.0 ** np.arange(first, last + 1))
     ax.set(xlabel="Epochs", ylabel=ylabel)
+    end_labels(ax, ends)
 
 
 _CURVE_NAMES = {"single": "single models", "q0_undistilled": "undistilled"}
