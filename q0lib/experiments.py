@@ -55,7 +55,22 @@ _CPU_TRIALS = (
         (64, "16 weight_decay=0.5"), (32, "16 weight_decay=1.0 matrix_lr=0.045"),
         (48, "16 weight_decay=0.7 matrix_lr=0.02"), (48, "16 weight_decay=0.7 batch_tokens=1024"),
         (48, "16 weight_decay=0.7 dropout=0.1"), (64, "8 weight_decay=0.7"),
-        (256, "32 weight_decay=1.0"), (64, "32 weight_decay=1.3"),
+        (256, "32 weight_decay=1.0"), (256, "32 weight_decay=1.3"), (128, "32 weight_decay=0.8"),
+    )),
+    *(("single", 32, f"weight_decay={value}") for value in (1.0, 1.3, 2.0)),
+    # The recipe of the one-epoch reference, at ten times the tokens.
+    *(("single", 1, f"corpus.train_tokens=500000 {fields}") for fields in (
+        "batch_tokens=1024 weight_decay=1.0", "batch_tokens=1024 weight_decay=0.3",
+        "batch_tokens=1024 weight_decay=0.1", "batch_tokens=1024 weight_decay=0.03",
+        "batch_tokens=1024 weight_decay=0.01",
+        "batch_tokens=1024 weight_decay=0.03 matrix_lr=0.02",
+        "batch_tokens=1024 weight_decay=0.01 matrix_lr=0.045",
+        "batch_tokens=2048 weight_decay=0.1", "batch_tokens=2048 weight_decay=0.03",
+        "batch_tokens=512 weight_decay=1.0", "batch_tokens=512 weight_decay=0.3",
+        "batch_tokens=512 weight_decay=0.3 matrix_lr=0.02",
+        "batch_tokens=512 weight_decay=0.1 matrix_lr=0.02",
+        "batch_tokens=512 weight_decay=0.03 matrix_lr=0.02",
+        "batch_tokens=512 weight_decay=0.01 matrix_lr=0.02",
     )),
 )  # fmt: skip
 
@@ -64,7 +79,8 @@ EXTENTS = {
         budgets=(1, 2, 4, 8, 16, 24, 32, 48), q0=((1, 48),), ensemble=48,
         splits={8: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(16, 32),
         small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
-        sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4), recipe=(),
+        sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4),
+        recipe=("single.weight_decay=0.03",),
     ),
     "cpu": Extent(
         budgets=(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160,
@@ -72,7 +88,13 @@ EXTENTS = {
         q0=((4, 128),), ensemble=256,
         splits={8: "weight_decay=0.7", 16: "weight_decay=0.7"}, single=(1, 2, 4, 8, 16, 32, 64),
         ablation=(32, 64, 128), small=(1, 2, 4, 8), multiples=_MULTIPLES,
-        sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6), recipe=(),
+        sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6),
+        recipe=("single.batch_tokens=1024", "single.weight_decay=0.01"),
+        recipes=(
+            "batch_tokens=1024 weight_decay=0.01 matrix_lr=0.02",
+            "batch_tokens=512 weight_decay=0.01",
+            "batch_tokens=512 weight_decay=0.01 matrix_lr=0.02",
+        ),
         trials=_CPU_TRIALS,
     ),
     "gpu": Extent(
@@ -142,7 +164,8 @@ def _main(extent: Extent, base: config.Study) -> list[Experiment]:
 def _tuning(extent: Extent, base: config.Study) -> list[Experiment]:
     found = []
     for method, epochs, fields in extent.trials:
-        changed = tuple(f"{method}.{field}" for field in fields.split())
+        named = [(field, field.partition("=")[0]) for field in fields.split()]
+        changed = tuple(field if "." in name else f"{method}.{field}" for field, name in named)
         if method == "q0":
             changed = ("q0.trajectories=1", *changed)
         found.append(Experiment("tuning", fields, method, epochs, changed))
