@@ -392,10 +392,14 @@ def _studies() -> dict[str, Study]:
             unembedding_lr=0.004, scalar_lr=0.1, weight_decay=1.0, dropout=0.0,
         ),
     }  # fmt: skip
-    # At preset cpu (data/results/cpu/tuning.csv) the longer members make the better ensemble; a
-    # model that is to be used alone needs more weight decay.
+    # At preset cpu (data/results/cpu/tuning.csv) longer members make the better ensemble, q0 is
+    # better without noise and dropout, and a model to be used alone needs more weight decay.
     long = dataclasses.replace(small["ensemble"], epochs_per_cycle=32.0)
-    cpu = {**small, "ensemble": long, "single": _alone(long, weight_decay=1.3)}
+    cpu = {
+        "q0": dataclasses.replace(small["q0"], dropout=0.0, perturb_start=0.0, perturb_end=0.0),
+        "ensemble": long,
+        "single": _alone(long, weight_decay=1.3),
+    }
     quick = {
         "q0": dataclasses.replace(small["q0"], batch_tokens=1024, horizon=24),
         "ensemble": dataclasses.replace(small["ensemble"], batch_tokens=1024),

@@ -14,6 +14,7 @@ PARTS = ("tuning", "main", "splits", "ablation", "reference", "tuned_reference",
 ONE_SEED = ("tuning", "tuned_reference")  # what is chosen by one seed is trained for one alone
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
+RARELY = "teacher every second cycle"
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,20 @@ def _size(width: int, layers: int, heads: int) -> dict[str, tuple[str, ...]]:
 
 # One seed, judged on validation: q0 by its learned mixture, an ensemble by its uniform one. What
 # a field is where a trial does not name it, the preset says.
+_NOISE = "perturb_start=0.25 perturb_end=0.05"  # the paper's
 _CPU_TRIALS = (
-    *(("q0", epochs, fields) for epochs, fields in (
-        (64, "weight_decay=0.7"), (64, "weight_decay=1.0"), (64, "weight_decay=0.5"),
+    *(("q0", epochs, f"{fields} dropout=0.1 {_NOISE}") for epochs, fields in (
+        (128, "weight_decay=0.7"), (64, "weight_decay=1.0"), (64, "weight_decay=0.5"),
         (32, "matrix_lr=0.055"), (32, "matrix_lr=0.03"), (32, "batch_tokens=1024"),
-        (32, "alpha=0.6"),
+        (32, "alpha=0.6"), (32, "alpha=0.3"), (64, "teacher=none"), (32, "temperature=1.0"),
+        (32, "distill_after=8"),
+    )),
+    *(("q0", epochs, fields) for epochs, fields in (
+        (32, f"dropout=0.0 {_NOISE}"), (32, "dropout=0.1 perturb_start=0.1 perturb_end=0.05"),
+        (64, "dropout=0.1 perturb_start=0 perturb_end=0"),
+        (64, "dropout=0.0 perturb_start=0.1 perturb_end=0.05"),
+        (64, "dropout=0.0 perturb_start=0.1 perturb_end=0.05 weight_decay=1.0"),
+        (128, "dropout=0.0 perturb_start=0 perturb_end=0"),
     )),
     *(("ensemble", epochs, f"epochs_per_cycle={fields}") for epochs, fields in (
         (64, "16 weight_decay=1.0"), (64, "16 weight_decay=1.5"), (256, "16 weight_decay=0.7"),
@@ -56,6 +66,7 @@ _CPU_TRIALS = (
         (48, "16 weight_decay=0.7 matrix_lr=0.02"), (48, "16 weight_decay=0.7 batch_tokens=1024"),
         (48, "16 weight_decay=0.7 dropout=0.1"), (64, "8 weight_decay=0.7"),
         (256, "32 weight_decay=1.0"), (256, "32 weight_decay=1.3"), (128, "32 weight_decay=0.8"),
+        (128, "32 weight_decay=1.0 matrix_lr=0.02"), (128, "64 weight_decay=1.3"),
     )),
     *(("single", 32, f"weight_decay={value}") for value in (1.0, 1.3, 2.0)),
     # The recipe of the one-epoch reference, at ten times the tokens.
@@ -190,13 +201,16 @@ def _ablations(extent: Extent, base: config.Study) -> list[Experiment]:
         return (f"q0.epochs_per_cycle={epochs:g}", f"q0.horizon={round(q0.horizon * cycles)}",
                 f"q0.distill_after={round(q0.distill_after * cycles)}")  # fmt: skip
 
+    noise, fields = "no perturbation", "perturb_start=0 perturb_end=0"
+    if not q0.perturb_start:
+        noise, fields = "the paper's perturbation", _NOISE
     changes = {
         FULL: (),
         UNDISTILLED: ("q0.teacher=none",),
-        "teacher every second cycle": ("q0.teacher_every=2",),
+        RARELY: ("q0.teacher_every=2",),
         "flat weight decay": ("q0.wd_schedule=flat",),
         "weight decay in phase": ("q0.wd_schedule=in_phase",),
-        "no perturbation": ("q0.perturb_start=0", "q0.perturb_end=0"),
+        noise: tuple(f"q0.{field}" for field in fields.split()),
         "cycles of 1 epoch": length(1),
         "cycles of 4 epochs": length(4),
         "EMA in the cycle": ("q0.ema_fraction=0.5",),

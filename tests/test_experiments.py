@@ -47,7 +47,7 @@ def test_an_ablation_differs_from_the_full_recipe_by_what_it_says():
         "teacher every second cycle": {"method.teacher_every"},
         "flat weight decay": {"method.wd_schedule"},
         "weight decay in phase": {"method.wd_schedule"},
-        "no perturbation": {"method.perturb_start", "method.perturb_end"},
+        "the paper's perturbation": {"method.perturb_start", "method.perturb_end"},
         "cycles of 1 epoch": pace,
         "cycles of 4 epochs": pace,
         "EMA in the cycle": {"method.ema_fraction"},
