@@ -243,7 +243,10 @@ def data_efficiency(
         ValueError: losses by document of two different texts.
     """
     texts = [
-        table.set_index(comparison.POINT).loc[comparison.TOKENS].filter(regex=r"^d\d+$")
+        table.set_index(comparison.POINT)
+        .loc[comparison.TOKENS]
+        .filter(regex=r"^d\d+$")
+        .astype(float)
         for table in (documents, reference_documents)
     ]
     if not texts[0].equals(texts[1]):

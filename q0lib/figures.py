@@ -356,11 +356,11 @@ def efficiency_curve(
     ax.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / unit:g}")
     per_budget, back = partial(np.multiply, 1 / budget_tokens), partial(np.multiply, budget_tokens)
     upper = ax.secondary_xaxis("top", functions=(per_budget, back))
-    budget = f"{budget_tokens / 1e6:g}M" if budget_tokens >= 1e6 else f"{budget_tokens / 1e3:g}K"
+    budget = f"{budget_tokens / 1e6:g}M" if budget_tokens >= 1e6 else f"{budget_tokens / 1e3:.3g}K"
     upper.set_xlabel(f"Data efficiency (times {budget} tokens)")
 
 
-_UNITS = {1e9: "billions", 1e6: "millions", 1.0: "tokens"}
+_UNITS = {1e9: "billions", 1e6: "millions", 1e3: "thousands", 1.0: "tokens"}
 
 
 def _mark_crossings(ax: Axes, crossings: pd.DataFrame, first: pd.Series) -> None:

@@ -173,7 +173,8 @@ def test_the_reference_takes_the_best_size_and_efficiency_reads_it():
     ]
     of_line = by_document(reference()[columns].to_numpy(), 0.0)
     given = (line, 100, [("q0", 16), ("q0", 32)])
-    table = evidence.data_efficiency(curves, *given, texts[0], of_line)
+    named = texts[0].assign(protocol="clean")  # as the table of 04 has it
+    table = evidence.data_efficiency(curves, *given, named, of_line)
     assert len(table) == 1, "a budget that the curves do not have is left out"
     row = table.iloc[0]
     # Seed 0's reference has 4.5 at 200 and 4.0 at 400: 4.3 lies at 280. Seed 1's has 4.6 and 4.1:
