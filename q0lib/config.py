@@ -393,10 +393,10 @@ def _studies() -> dict[str, Study]:
         ),
     }  # fmt: skip
     # At preset cpu (data/results/cpu/tuning.csv) longer members make the better ensemble, q0 is
-    # better without noise and dropout, and a model to be used alone needs more weight decay.
+    # better without noise, and a model that is to be used alone needs more weight decay.
     long = dataclasses.replace(small["ensemble"], epochs_per_cycle=32.0)
     cpu = {
-        "q0": dataclasses.replace(small["q0"], dropout=0.0, perturb_start=0.0, perturb_end=0.0),
+        "q0": dataclasses.replace(small["q0"], perturb_start=0.0, perturb_end=0.0),
         "ensemble": long,
         "single": _alone(long, weight_decay=1.3),
     }

@@ -55,10 +55,11 @@ _CPU_TRIALS = (
     )),
     *(("q0", epochs, fields) for epochs, fields in (
         (32, f"dropout=0.0 {_NOISE}"), (32, "dropout=0.1 perturb_start=0.1 perturb_end=0.05"),
-        (64, "dropout=0.1 perturb_start=0 perturb_end=0"),
+        (128, "dropout=0.1 perturb_start=0 perturb_end=0"),
         (64, "dropout=0.0 perturb_start=0.1 perturb_end=0.05"),
         (64, "dropout=0.0 perturb_start=0.1 perturb_end=0.05 weight_decay=1.0"),
         (128, "dropout=0.0 perturb_start=0 perturb_end=0"),
+        (64, "dropout=0.0 perturb_start=0 perturb_end=0 matrix_lr=0.03"),
     )),
     *(("ensemble", epochs, f"epochs_per_cycle={fields}") for epochs, fields in (
         (64, "16 weight_decay=1.0"), (64, "16 weight_decay=1.5"), (256, "16 weight_decay=0.7"),
