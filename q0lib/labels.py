@@ -26,9 +26,9 @@ def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
     low, high = ax.get_ylim()
     for x in sorted({note.x for note in notes}):
         ending = [note for note in notes if note.x == x]
-        lines = max(note.text.count("\n") + 1 for note in ending)
-        gap = lines * LINE_POINTS * (high - low) / _height(ax)
-        heights = spread([note.y for note in ending], gap)
+        line = LINE_POINTS * (high - low) / _height(ax)
+        sizes = [(note.text.count("\n") + 1) * line for note in ending]
+        heights = spread([note.y for note in ending], sizes)
         for note, y in zip(ending, heights, strict=True):
             if x == edge:
                 across = ax.get_yaxis_transform()  # x in axes widths, y in data
@@ -37,10 +37,12 @@ def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
                 say(ax, note.text, (x, float(y)), note.color, (5, 0))
 
 
-def spread(positions: Sequence[float], gap: float) -> np.ndarray:
-    """Return positions at least `gap` apart, in the same order, moved least in squares."""
+def spread(positions: Sequence[float], sizes: Sequence[float]) -> np.ndarray:
+    """Return centres for things of these sizes that do not overlap, in the same order, moved least
+    in squares."""
     order = np.argsort(positions, kind="stable")
-    steps = gap * np.arange(len(positions))
+    size = np.asarray(sizes, float)[order]
+    steps = np.concatenate([[0.0], np.cumsum((size[1:] + size[:-1]) / 2)])
     placed = np.empty(len(positions))
     placed[order] = isotonic_regression(np.asarray(positions, float)[order] - steps).x + steps
     return placed

@@ -250,11 +250,13 @@ def test_a_single_point_an_unknown_method_and_an_unknown_interval():
     fig.canvas.draw()
 
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=8), st.floats(0, 5))
-def test_spread_keeps_order_distance_and_middle(positions, gap):
-    placed = labels.spread(positions, gap)
+@given(st.lists(st.tuples(st.floats(-10, 10), st.floats(0, 5)), min_size=1, max_size=8))
+def test_spread_keeps_order_distance_and_middle(things):
+    positions, sizes = np.array(things).T
+    placed = labels.spread(positions, sizes)
     order = np.argsort(positions, kind="stable")
-    assert (np.diff(placed[order]) >= gap - 1e-9).all()
+    apart = (sizes[order][1:] + sizes[order][:-1]) / 2
+    assert (np.diff(placed[order]) >= apart - 1e-9).all()
     assert placed.mean() == pytest.approx(np.mean(positions), abs=1e-6)
 
 
