@@ -392,12 +392,13 @@ def _studies() -> dict[str, Study]:
             unembedding_lr=0.004, scalar_lr=0.1, weight_decay=1.0, dropout=0.0,
         ),
     }  # fmt: skip
-    # At preset cpu (data/results/cpu/tuning.csv) longer members make the better ensemble, q0 is
-    # better without noise, and a model that is to be used alone needs more weight decay.
+    # At preset cpu (data/results/cpu/tuning.csv) longer members at a lower rate make the better
+    # ensemble, q0 is better without noise, and a model that is to be used alone needs more weight
+    # decay.
     long = dataclasses.replace(small["ensemble"], epochs_per_cycle=32.0)
     cpu = {
         "q0": dataclasses.replace(small["q0"], perturb_start=0.0, perturb_end=0.0),
-        "ensemble": long,
+        "ensemble": dataclasses.replace(long, matrix_lr=0.02),
         "single": _alone(long, weight_decay=1.3),
     }
     quick = {

@@ -61,13 +61,14 @@ _CPU_TRIALS = (
         (128, "dropout=0.0 perturb_start=0 perturb_end=0"),
         (64, "dropout=0.0 perturb_start=0 perturb_end=0 matrix_lr=0.03"),
     )),
-    *(("ensemble", epochs, f"epochs_per_cycle={fields}") for epochs, fields in (
-        (64, "16 weight_decay=1.0"), (64, "16 weight_decay=1.5"), (256, "16 weight_decay=0.7"),
-        (64, "16 weight_decay=0.5"), (32, "16 weight_decay=1.0 matrix_lr=0.045"),
-        (48, "16 weight_decay=0.7 matrix_lr=0.02"), (48, "16 weight_decay=0.7 batch_tokens=1024"),
-        (48, "16 weight_decay=0.7 dropout=0.1"), (64, "8 weight_decay=0.7"),
-        (256, "32 weight_decay=1.0"), (256, "32 weight_decay=1.3"), (128, "32 weight_decay=0.8"),
-        (128, "32 weight_decay=1.0 matrix_lr=0.02"), (128, "64 weight_decay=1.3"),
+    *(("ensemble", total, f"epochs_per_cycle={each} matrix_lr={lr} weight_decay={decay}{more}")
+      for total, each, lr, decay, more in (
+        (64, 8, 0.03, 0.7, ""), (64, 16, 0.03, 0.5, ""), (256, 16, 0.03, 0.7, ""),
+        (64, 16, 0.03, 1.0, ""), (64, 16, 0.03, 1.5, ""), (32, 16, 0.045, 1.0, ""),
+        (48, 16, 0.02, 0.7, ""), (48, 16, 0.03, 0.7, " batch_tokens=1024"),
+        (48, 16, 0.03, 0.7, " dropout=0.1"), (128, 32, 0.03, 0.8, ""), (256, 32, 0.03, 1.0, ""),
+        (256, 32, 0.03, 1.3, ""), (256, 32, 0.02, 1.0, ""), (128, 32, 0.02, 1.3, ""),
+        (128, 32, 0.014, 1.4, ""),
     )),
     *(("single", 32, f"weight_decay={value}") for value in (1.0, 1.3, 2.0)),
     # The recipe of the one-epoch reference, at ten times the tokens.
@@ -98,8 +99,9 @@ EXTENTS = {
         budgets=(1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160,
                  192, 224, 256, 288, 320, 384, 448, 512),
         q0=((4, 128),), ensemble=256,
-        splits={8: "weight_decay=0.7", 16: "weight_decay=0.7"}, single=(1, 2, 4, 8, 16, 32, 64),
-        ablation=(32, 64, 128), small=(1, 2, 4, 8), multiples=_MULTIPLES,
+        splits=dict.fromkeys((8, 16), "weight_decay=0.7 matrix_lr=0.03"),
+        single=(1, 2, 4, 8, 16, 32, 64), ablation=(32, 64, 128), small=(1, 2, 4, 8),
+        multiples=_MULTIPLES,
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6),
         recipe=("single.batch_tokens=1024", "single.weight_decay=0.01"),
         recipes=(
