@@ -44,7 +44,8 @@ def test_a_finished_study_prints_places_and_multipliers(monkeypatch, runs, tmp_p
         if notebook.stem == "04_epoch_efficiency":
             assert [path.name for path in options["inputs"]] == ["result.json"] * 3
             line = {"method": "q0", "reference": "ensemble", "axis": "epochs", "multiplier": 2.5,
-                    "low": None, "high": None, "seeds": 1, "reached": 1, "cases": ""}  # fmt: skip
+                    "low": None, "high": None, "seeds": 1, "reached": 1, "clipped": 0.0,
+                    "cases": ""}  # fmt: skip
             results.write(pd.DataFrame([line]), tmp_path / "epoch_multipliers.csv")
         row = {"status": "skipped", "seconds": 0.0, "reason": "", "output": notebook.name}
         return pd.DataFrame([row])
