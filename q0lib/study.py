@@ -42,7 +42,8 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
         notebook = paths.NOTEBOOKS / f"{name}.ipynb"
         campaign.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
-    print(comparison.multiplier_sentence(results.read(out / "epoch_multipliers.csv")))
+    ours = results.read(out / "epoch_multipliers.csv", protocol=["clean"])
+    print(comparison.multiplier_sentence(ours))
 
 
 def _shown(path: Path) -> Path:

@@ -46,7 +46,8 @@ def test_a_finished_study_prints_places_and_multipliers(monkeypatch, runs, tmp_p
             line = {"method": "q0", "reference": "ensemble", "axis": "epochs", "multiplier": 2.5,
                     "low": None, "high": None, "seeds": 1, "reached": 1, "clipped": 0.0,
                     "cases": ""}  # fmt: skip
-            results.write(pd.DataFrame([line]), tmp_path / "epoch_multipliers.csv")
+            both = [{**line, "protocol": name} for name in ("clean", "paper")]
+            results.write(pd.DataFrame(both), tmp_path / "epoch_multipliers.csv")
         row = {"status": "skipped", "seconds": 0.0, "reason": "", "output": notebook.name}
         return pd.DataFrame([row])
 
@@ -55,4 +56,4 @@ def test_a_finished_study_prints_places_and_multipliers(monkeypatch, runs, tmp_p
     said = capsys.readouterr().out
     assert "still valid, reused" in said
     assert str(tmp_path) in said
-    assert "q0 matches the ensemble with fewer epochs: 2.5x" in said
+    assert said.count("q0 matches the ensemble with fewer epochs: 2.5x") == 1
