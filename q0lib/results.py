@@ -37,17 +37,21 @@ CHOICES: tuple[prior.Choice, ...] = ("truncate", "greedy", "lowest", "uniform")
 
 
 def selections(
-    population: Population, ks: Sequence[int], choices: Sequence[prior.Choice]
+    population: Population,
+    ks: Sequence[int],
+    choices: Sequence[prior.Choice],
+    fitted: prior.Prior | None = None,
 ) -> pd.DataFrame:
     """Losses of the population's mixtures, by choice and K.
 
-    Members and weights are chosen on the fitness split. K that the population does not have are
+    Members and weights are chosen on the fitness split, by the AdamW fit unless another is
+    `fitted`. K that the population does not have are
     left out. `test_se` is the standard error of the test loss over documents.
 
     Columns: choice, k, fitness, validation, test (nats per token), test_se, flops (training).
     """
     possible = sorted({k for k in ks if k <= len(population)})
-    fitted = prior.fit_prior(population.P["fitness"], "adamw")
+    fitted = fitted or prior.fit_prior(population.P["fitness"], "adamw")
     rows = []
     for choice in choices:
         path = prior.select_path(population.P["fitness"], possible, choice, fitted)
@@ -140,10 +144,12 @@ def budget_rows(
             continue
         sizes = [*ks, *(2**i for i in range(len(part).bit_length())), len(part)]
         best = chosen_k(part, sizes)
-        learned = selections(part, sizes, ["truncate"])
+        fitted = prior.fit_prior(part.P["fitness"], "adamw")
+        learned = selections(part, sizes, ["truncate"], fitted)
         learned["best_k"] = learned.k == best
-        uniform = selections(part, [len(part)], ["uniform"]).assign(best_k=False)
-        greedy = selections(part, ks if len(part) > 1 else [], ["greedy"]).assign(best_k=False)
+        uniform = selections(part, [len(part)], ["uniform"], fitted).assign(best_k=False)
+        greedy = selections(part, ks if len(part) > 1 else [], ["greedy"], fitted)
+        greedy = greedy.assign(best_k=False)
         table = pd.concat([uniform, learned, greedy], ignore_index=True)
         table.insert(0, "trajectories", part.run.trajectories)
         table.insert(0, "epochs", epochs)
