@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from scipy.optimize import isotonic_regression
 
 LINE_POINTS = 8.5  # height of a line of text
@@ -34,7 +36,9 @@ def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
                 across = ax.get_yaxis_transform()  # x in axes widths, y in data
                 say(ax, note.text, (1.0, float(y)), note.color, (5, 0), xycoords=across)
             else:
-                say(ax, note.text, (x, float(y)), note.color, (5, 0))
+                text = say(ax, note.text, (x, float(y)), note.color, (5, 0))
+                text.set_bbox(None)  # other lines go on here, and must be seen
+                text.set_path_effects([withStroke(linewidth=1.5, foreground="white")])
 
 
 def spread(positions: Sequence[float], sizes: Sequence[float]) -> np.ndarray:
@@ -97,9 +101,9 @@ def say(
     ha: str = "left",
     va: str = "center",
     xycoords: Any = "data",
-) -> None:
+) -> Annotation:
     """Write a small text at a point, moved by `shift` points, on white."""
-    ax.annotate(
+    return ax.annotate(
         text,
         at,
         shift,
