@@ -236,7 +236,7 @@ def data_efficiency(
     where its end stood in.
 
     Columns: method, epochs, loss, multiplier (nan when a seed lies beyond the reference), low,
-    high, seeds, reached (how many do not), clipped, cases. The table that `summary` reads has one
+    high, seeds, reached (seeds that do not), clipped, cases. The table that `summary` reads has one
     more, reference: "one recipe" or "tuned".
 
     Raises:
