@@ -27,7 +27,7 @@ class Extent:
     splits: dict[float, str]  # epochs a member, beside the preset's, and the fields tuned for it
     single: tuple[float, ...]
     ablation: tuple[float, ...]  # where variants are compared; they are trained to the last
-    small: tuple[float, ...]
+    small: dict[float, dict[str, str]]  # budgets, and the fields tuned for a method there
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
     recipe: tuple[str, ...]  # ... all trained like this
@@ -36,6 +36,7 @@ class Extent:
 
 
 _MULTIPLES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
+_SMALL: dict[float, dict[str, str]] = {1: {}, 2: {}, 4: {}, 8: {}}
 
 
 def _size(width: int, layers: int, heads: int) -> dict[str, tuple[str, ...]]:
@@ -85,13 +86,59 @@ _CPU_TRIALS = (
         "batch_tokens=512 weight_decay=0.03 matrix_lr=0.02",
         "batch_tokens=512 weight_decay=0.01 matrix_lr=0.02",
     )),
+    # The recipes of budgets of a few epochs.
+    *(("single", epochs, f"batch_tokens={batch} weight_decay={decay} matrix_lr={lr}")
+      for epochs, batch, decay, lr in (
+        (1, 256, 0.1, 0.014), (1, 256, 0.03, 0.014), (1, 512, 0.03, 0.02),
+        (2, 2048, 1.3, 0.03), (2, 2048, 0.1, 0.03), (2, 1024, 0.3, 0.03), (2, 1024, 0.1, 0.03),
+        (2, 512, 0.3, 0.02), (2, 512, 0.1, 0.02), (2, 512, 0.03, 0.02), (2, 256, 0.1, 0.014),
+        (2, 256, 0.03, 0.014), (4, 1024, 0.3, 0.03), (4, 1024, 0.1, 0.03), (4, 512, 0.1, 0.02),
+        (8, 2048, 1.3, 0.03), (8, 2048, 0.1, 0.03), (8, 1024, 0.5, 0.03), (8, 1024, 0.3, 0.03),
+        (8, 1024, 0.1, 0.03), (8, 512, 0.3, 0.02), (8, 512, 0.1, 0.02), (8, 512, 0.03, 0.02),
+        (8, 256, 0.1, 0.014),
+    )),
+    *(("q0", epochs, f"epochs_per_cycle={each} batch_tokens={batch} weight_decay={decay} "
+                     f"matrix_lr={lr}{more}")
+      for epochs, each, batch, decay, lr, more in (
+        (1, 0.5, 512, 0.07, 0.028, ""), (1, 0.5, 256, 0.07, 0.02, ""),
+        (2, 1, 2048, 0.7, 0.04, ""), (2, 1, 1024, 0.7, 0.04, ""), (2, 1, 1024, 0.2, 0.04, ""),
+        (2, 1, 1024, 0.2, 0.04, " dropout=0"), (2, 1, 512, 0.2, 0.028, ""),
+        (2, 1, 512, 0.07, 0.028, ""), (2, 1, 256, 0.2, 0.02, ""), (2, 1, 256, 0.07, 0.02, ""),
+        (4, 2, 512, 0.1, 0.028, ""), (8, 2, 2048, 0.7, 0.04, ""), (8, 2, 2048, 0.3, 0.04, ""),
+        (8, 2, 1024, 0.7, 0.04, ""), (8, 2, 1024, 0.2, 0.04, ""),
+        (8, 2, 1024, 0.2, 0.04, " dropout=0"), (8, 2, 1024, 0.1, 0.04, ""),
+        (8, 2, 512, 0.2, 0.028, ""), (8, 2, 512, 0.07, 0.028, ""), (8, 2, 256, 0.2, 0.02, ""),
+    )),
+    *(("ensemble", epochs, f"epochs_per_cycle={each} batch_tokens={batch} weight_decay={decay} "
+                           f"matrix_lr={lr}")
+      for epochs, each, batch, decay, lr in (
+        (2, 1, 2048, 1.0, 0.02), (2, 1, 1024, 0.3, 0.02), (2, 1, 512, 0.2, 0.014),
+        (2, 1, 512, 0.1, 0.02), (2, 1, 256, 0.1, 0.014), (2, 1, 256, 0.03, 0.02),
+        (4, 2, 1024, 0.1, 0.03), (4, 2, 512, 0.1, 0.02), (4, 2, 256, 0.1, 0.014),
+        (8, 4, 2048, 1.0, 0.02), (8, 4, 1024, 0.3, 0.02), (8, 4, 1024, 0.1, 0.03),
+        (8, 4, 512, 0.2, 0.014), (8, 4, 512, 0.1, 0.02), (8, 4, 256, 0.1, 0.014),
+    )),
 )  # fmt: skip
+
+_CPU_SMALL: dict[float, dict[str, str]] = {
+    1: {"single": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.014",
+        "q0": "batch_tokens=256 weight_decay=0.07 matrix_lr=0.02"},
+    2: {"single": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.014",
+        "q0": "batch_tokens=256 weight_decay=0.07 matrix_lr=0.02",
+        "ensemble": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.02"},
+    4: {"single": "batch_tokens=1024 weight_decay=0.1 matrix_lr=0.03",
+        "q0": "batch_tokens=512 weight_decay=0.07 matrix_lr=0.028",
+        "ensemble": "batch_tokens=256 weight_decay=0.1 matrix_lr=0.014"},
+    8: {"single": "batch_tokens=1024 weight_decay=0.3 matrix_lr=0.03",
+        "q0": "batch_tokens=1024 weight_decay=0.2 matrix_lr=0.04",
+        "ensemble": "batch_tokens=512 weight_decay=0.1 matrix_lr=0.02"},
+}  # fmt: skip
 
 EXTENTS = {
     "quick": Extent(
         budgets=(1, 2, 4, 8, 16, 24, 32, 48), q0=((1, 48),), ensemble=48,
         splits={8: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(16, 32),
-        small=(1, 2, 4, 8), multiples=_MULTIPLES[:6],
+        small=_SMALL, multiples=_MULTIPLES[:6],
         sizes=_size(64, 2, 2) | _size(96, 3, 3) | _size(128, 4, 4),
         recipe=("single.weight_decay=0.03",),
     ),
@@ -100,7 +147,7 @@ EXTENTS = {
                  192, 224, 256, 288, 320, 384, 448, 512),
         q0=((4, 128),), ensemble=256,
         splits=dict.fromkeys((8, 16), "weight_decay=0.7 matrix_lr=0.03"),
-        single=(1, 2, 4, 8, 16, 32, 64), ablation=(32, 64, 128), small=(1, 2, 4, 8),
+        single=(1, 2, 4, 8, 16, 32, 64), ablation=(32, 64, 128), small=_CPU_SMALL,
         multiples=_MULTIPLES,
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6),
         recipe=("single.batch_tokens=1024", "single.weight_decay=0.01"),
@@ -113,12 +160,12 @@ EXTENTS = {
     ),
     "gpu": Extent(
         budgets=(1, 2, 4, 8, 16, 24, 32, 48, 64), q0=((1, 64),), ensemble=64, splits={16: ""},
-        single=(1, 2, 4, 8, 16, 32), ablation=(16, 32), small=(1, 2, 4, 8), multiples=_MULTIPLES,
+        single=(1, 2, 4, 8, 16, 32), ablation=(16, 32), small=_SMALL, multiples=_MULTIPLES,
         sizes=_size(384, 6, 6) | _size(768, 12, 6) | _size(1280, 20, 10), recipe=(),
     ),
     "paper": Extent(
         budgets=(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), q0=((2, 128),), ensemble=256,
-        splits={16: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(64, 128, 256), small=(1, 2, 4, 8),
+        splits={16: ""}, single=(1, 2, 4, 8, 16, 32), ablation=(64, 128, 256), small=_SMALL,
         multiples=_MULTIPLES,
         recipe=("model.loop_start=0", "model.loop_end=0", "model.multi_token=false"),
         sizes=_size(768, 12, 6) | _size(1280, 20, 10) | _size(1664, 26, 13),
@@ -252,16 +299,20 @@ def _tuned_reference(extent: Extent, base: config.Study) -> list[Experiment]:
 
 def _small(extent: Extent, base: config.Study) -> list[Experiment]:
     found = []
-    for epochs in extent.small:
+    alike = {"tail": "single"}
+    for epochs, tuned in extent.small.items():
         tau = min(base.methods["q0"].epochs_per_cycle, epochs / 2)
-        cycles = ("q0.trajectories=1", f"q0.epochs_per_cycle={tau:g}")
-        found += [
-            Experiment("small", "one model", "single", epochs),
-            Experiment("small", "one model, snapshots in its tail", "tail", epochs,
-                       (f"tail.tail={allocation.tail(epochs):.6g}",)),
-            Experiment("small", "cycles", "q0", epochs, cycles),
-            *(Experiment("small", f"models of {each:g} epochs", "ensemble", epochs,
-                         (f"ensemble.epochs_per_cycle={each:g}",))
+        shapes = [
+            ("one model", "single", ()),
+            ("one model, snapshots in its tail", "tail", (f"tail={allocation.tail(epochs):.6g}",)),
+            ("cycles", "q0", ("trajectories=1", f"epochs_per_cycle={tau:g}")),
+            *((f"models of {each:g} epochs", "ensemble", (f"epochs_per_cycle={each:g}",))
               for each in (epochs / 4, epochs / 2) if each >= 1),
+        ]  # fmt: skip
+        found += [
+            Experiment("small", label, method, epochs,
+                       tuple(f"{method}.{each}" for each in
+                             (*shape, *tuned.get(alike.get(method, method), "").split())))
+            for label, method, shape in shapes
         ]  # fmt: skip
     return found

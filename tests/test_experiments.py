@@ -2,7 +2,7 @@
 
 import pytest
 
-from q0lib import config, experiments
+from q0lib import config, experiments, paths, results
 
 
 def changed(one: config.Run, other: config.Run) -> set[str]:
@@ -59,13 +59,9 @@ def test_an_ablation_differs_from_the_full_recipe_by_what_it_says():
 
 
 def test_prefixes_are_trained_once():
-    """The splits' own point, the ablations' full recipe and the small budgets' single models."""
+    """The splits' own point and the ablations' full recipe are runs of the main part."""
     main = {each.run("cpu", 1).directory for each in experiments.plan("cpu", ["main"])}
-    for part, label in (
-        ("splits", "8 models x 32 epochs"),
-        ("ablation", experiments.FULL),
-        ("small", "one model"),
-    ):
+    for part, label in (("splits", "8 models x 32 epochs"), ("ablation", experiments.FULL)):
         same = [each for each in experiments.plan("cpu", [part]) if each.label == label]
         assert same
         assert {each.run("cpu", 1).directory for each in same} <= main
@@ -91,3 +87,16 @@ def test_a_tuned_reference_is_the_preset_s_model_by_other_recipes_only():
     assert len({run.key for run in runs}) == len(runs)
     others = experiments.plan("cpu", ["reference"])
     assert not {run.key for run in runs} & {each.run("cpu", 0).key for each in others}
+
+
+@pytest.mark.parametrize("budget", [1, 2, 4, 8])
+def test_the_recipes_of_small_budgets_are_the_best_of_their_trials(budget):
+    """By validation loss: q0's learned mixture, the others' uniform one."""
+    trials = results.read(paths.RESULTS / "cpu" / "tuning.csv")
+    trials = trials[(trials.epochs == budget) & ~trials.changed.str.contains("corpus")]
+    for method, fields in experiments.EXTENTS["cpu"].small[budget].items():
+        rows = trials[(trials.method == method) & trials.changed.str.contains("batch_tokens")]
+        rows = rows[rows.members >= (1 if method == "single" else 2)]
+        best = rows.loc[rows.learned.idxmin() if method == "q0" else rows.uniform.idxmin()]
+        assert len(rows) > 1
+        assert fields in best.changed
