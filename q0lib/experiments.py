@@ -89,7 +89,10 @@ _CPU_TRIALS = (
     # The recipes of budgets of a few epochs.
     *(("single", epochs, f"batch_tokens={batch} weight_decay={decay} matrix_lr={lr}")
       for epochs, batch, decay, lr in (
-        (1, 256, 0.1, 0.014), (1, 256, 0.03, 0.014), (1, 512, 0.03, 0.02),
+        (1, 256, 0.1, 0.014), (1, 256, 0.03, 0.014), (1, 256, 0.03, 0.02), (1, 256, 0.03, 0.03),
+        (1, 512, 0.03, 0.02), (2, 256, 0.03, 0.02), (2, 256, 0.03, 0.03), (2, 256, 0.1, 0.02),
+        (4, 512, 0.1, 0.03), (4, 1024, 0.1, 0.04), (8, 1024, 0.3, 0.04), (8, 1024, 0.2, 0.03),
+        (8, 1024, 0.3, 0.02),
         (2, 2048, 1.3, 0.03), (2, 2048, 0.1, 0.03), (2, 1024, 0.3, 0.03), (2, 1024, 0.1, 0.03),
         (2, 512, 0.3, 0.02), (2, 512, 0.1, 0.02), (2, 512, 0.03, 0.02), (2, 256, 0.1, 0.014),
         (2, 256, 0.03, 0.014), (4, 1024, 0.3, 0.03), (4, 1024, 0.1, 0.03), (4, 512, 0.1, 0.02),
@@ -101,6 +104,7 @@ _CPU_TRIALS = (
                      f"matrix_lr={lr}{more}")
       for epochs, each, batch, decay, lr, more in (
         (1, 0.5, 512, 0.07, 0.028, ""), (1, 0.5, 256, 0.07, 0.02, ""),
+        (1, 0.5, 256, 0.07, 0.03, ""), (2, 1, 256, 0.07, 0.03, ""),
         (2, 1, 2048, 0.7, 0.04, ""), (2, 1, 1024, 0.7, 0.04, ""), (2, 1, 1024, 0.2, 0.04, ""),
         (2, 1, 1024, 0.2, 0.04, " dropout=0"), (2, 1, 512, 0.2, 0.028, ""),
         (2, 1, 512, 0.07, 0.028, ""), (2, 1, 256, 0.2, 0.02, ""), (2, 1, 256, 0.07, 0.02, ""),
@@ -114,24 +118,26 @@ _CPU_TRIALS = (
       for epochs, each, batch, decay, lr in (
         (2, 1, 2048, 1.0, 0.02), (2, 1, 1024, 0.3, 0.02), (2, 1, 512, 0.2, 0.014),
         (2, 1, 512, 0.1, 0.02), (2, 1, 256, 0.1, 0.014), (2, 1, 256, 0.03, 0.02),
-        (4, 2, 1024, 0.1, 0.03), (4, 2, 512, 0.1, 0.02), (4, 2, 256, 0.1, 0.014),
+        (2, 1, 256, 0.03, 0.03), (4, 2, 1024, 0.1, 0.03), (4, 2, 512, 0.1, 0.02),
+        (4, 2, 512, 0.1, 0.03), (4, 2, 256, 0.1, 0.014), (4, 2, 256, 0.1, 0.02),
         (8, 4, 2048, 1.0, 0.02), (8, 4, 1024, 0.3, 0.02), (8, 4, 1024, 0.1, 0.03),
-        (8, 4, 512, 0.2, 0.014), (8, 4, 512, 0.1, 0.02), (8, 4, 256, 0.1, 0.014),
+        (8, 4, 1024, 0.3, 0.03), (8, 4, 512, 0.2, 0.014), (8, 4, 512, 0.1, 0.02),
+        (8, 4, 512, 0.1, 0.03), (8, 4, 256, 0.1, 0.014),
     )),
 )  # fmt: skip
 
 _CPU_SMALL: dict[float, dict[str, str]] = {
-    1: {"single": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.014",
-        "q0": "batch_tokens=256 weight_decay=0.07 matrix_lr=0.02"},
-    2: {"single": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.014",
+    1: {"single": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.02",
+        "q0": "batch_tokens=256 weight_decay=0.07 matrix_lr=0.03"},
+    2: {"single": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.02",
         "q0": "batch_tokens=256 weight_decay=0.07 matrix_lr=0.02",
         "ensemble": "batch_tokens=256 weight_decay=0.03 matrix_lr=0.02"},
     4: {"single": "batch_tokens=1024 weight_decay=0.1 matrix_lr=0.03",
         "q0": "batch_tokens=512 weight_decay=0.07 matrix_lr=0.028",
-        "ensemble": "batch_tokens=256 weight_decay=0.1 matrix_lr=0.014"},
-    8: {"single": "batch_tokens=1024 weight_decay=0.3 matrix_lr=0.03",
+        "ensemble": "batch_tokens=256 weight_decay=0.1 matrix_lr=0.02"},
+    8: {"single": "batch_tokens=1024 weight_decay=0.3 matrix_lr=0.02",
         "q0": "batch_tokens=1024 weight_decay=0.2 matrix_lr=0.04",
-        "ensemble": "batch_tokens=512 weight_decay=0.1 matrix_lr=0.02"},
+        "ensemble": "batch_tokens=512 weight_decay=0.1 matrix_lr=0.03"},
 }  # fmt: skip
 
 EXTENTS = {
@@ -305,6 +311,7 @@ def _small(extent: Extent, base: config.Study) -> list[Experiment]:
         shapes = [
             ("one model", "single", ()),
             ("one model, snapshots in its tail", "tail", (f"tail={allocation.tail(epochs):.6g}",)),
+            ("one cycle", "q0", ("trajectories=1", f"epochs_per_cycle={epochs:g}")),
             ("cycles", "q0", ("trajectories=1", f"epochs_per_cycle={tau:g}")),
             *((f"models of {each:g} epochs", "ensemble", (f"epochs_per_cycle={each:g}",))
               for each in (epochs / 4, epochs / 2) if each >= 1),
