@@ -332,7 +332,9 @@ def efficiency_curve(
             ax.plot(sizes["tokens"], sizes[name], color="0.6", lw=0.7, ls=":", label=name)
             say(ax, name, end, "0.4", (4, 0))
     low, high = ax.get_ylim()
-    second = np.flatnonzero((scores > low) & (scores < high))[:2].max()
+    seen = np.flatnonzero((scores > low) & (scores < high))
+    roomy = [i for i in seen[1:] if tokens[i] > 0.15 * tokens[-1]]  # else it runs over the axis
+    second = roomy[0] if roomy else seen[:2].max()
     say(
         ax,
         _label("reference"),
