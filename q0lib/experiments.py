@@ -305,7 +305,6 @@ def _tuned_reference(extent: Extent, base: config.Study) -> list[Experiment]:
 
 def _small(extent: Extent, base: config.Study) -> list[Experiment]:
     found = []
-    alike = {"tail": "single"}
     for epochs, tuned in extent.small.items():
         tau = min(base.methods["q0"].epochs_per_cycle, epochs / 2)
         shapes = [
@@ -319,7 +318,7 @@ def _small(extent: Extent, base: config.Study) -> list[Experiment]:
         found += [
             Experiment("small", label, method, epochs,
                        tuple(f"{method}.{each}" for each in
-                             (*shape, *tuned.get(alike.get(method, method), "").split())))
+                             (*shape, *tuned.get(method.replace("tail", "single"), "").split())))
             for label, method, shape in shapes
         ]  # fmt: skip
     return found

@@ -334,11 +334,11 @@ def efficiency_curve(
     low, high = ax.get_ylim()
     seen = np.flatnonzero((scores > low) & (scores < high))
     roomy = [i for i in seen[1:] if tokens[i] > 0.15 * tokens[-1]]  # else it runs over the axis
-    second = roomy[0] if roomy else seen[:2].max()
+    named = roomy[0] if roomy else seen[:2].max()
     say(
         ax,
         _label("reference"),
-        (tokens[second], scores[second]),
+        (tokens[named], scores[named]),
         grey,
         (-8, 4 if scores[-1] > scores[0] else -8),
         ha="right",

@@ -99,4 +99,16 @@ def test_the_recipes_of_small_budgets_are_the_best_of_their_trials(budget):
         rows = rows[rows.members >= (1 if method == "single" else 2)]
         best = rows.loc[rows.learned.idxmin() if method == "q0" else rows.uniform.idxmin()]
         assert len(rows) > 1
-        assert fields in best.changed
+        assert set(fields.split()) <= set(best.changed.split())
+
+
+def test_snapshots_in_the_tail_are_of_the_same_run_as_the_one_model():
+    planned = experiments.plan("cpu", ["small"])
+    runs = {(each.label, each.epochs): each.run("cpu", 0) for each in planned}
+    for budget in experiments.EXTENTS["cpu"].small:
+        one, tail = (
+            runs[name, budget] for name in ("one model", "one model, snapshots in its tail")
+        )
+        assert changed(tail, one) >= {"method.tail"}
+        for field in ("batch_tokens", "weight_decay", "matrix_lr", "schedule"):
+            assert getattr(tail.method, field) == getattr(one.method, field)
