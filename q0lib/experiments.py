@@ -31,7 +31,7 @@ class Extent:
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
     recipe: tuple[str, ...]  # ... all trained like this
-    recipes: tuple[str, ...] = ()  # ... and the preset's model like this too, fields of `single`
+    recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`
     trials: tuple[tuple[str, float, str], ...] = ()  # that fixed the preset: method, epochs, fields
 
 
@@ -158,9 +158,8 @@ EXTENTS = {
         sizes=_size(96, 3, 3) | _size(128, 4, 4) | _size(192, 6, 6),
         recipe=("single.batch_tokens=1024", "single.weight_decay=0.01"),
         recipes=(
-            "batch_tokens=1024 weight_decay=0.01 matrix_lr=0.02",
-            "batch_tokens=512 weight_decay=0.01",
             "batch_tokens=512 weight_decay=0.01 matrix_lr=0.02",
+            "batch_tokens=256 weight_decay=0.01 matrix_lr=0.014",
         ),
         trials=_CPU_TRIALS,
     ),
@@ -292,11 +291,11 @@ def _reference(extent: Extent, base: config.Study) -> list[Experiment]:
 
 
 def _tuned_reference(extent: Extent, base: config.Study) -> list[Experiment]:
-    """A choice of recipes at every number of tokens, for the model of the preset's own size."""
+    """More recipes at every number of tokens, for the largest of the reference's models."""
+    size, model = list(extent.sizes.items())[-1]
     return [
-        Experiment("tuned_reference", f"width {base.model.width}, {multiple}x tokens, {fields}",
-                   "single", 1.0,
-                   (f"corpus.train_tokens={multiple * base.corpus.train_tokens}",
+        Experiment("tuned_reference", f"{size}, {multiple}x tokens, {fields}", "single", 1.0,
+                   (f"corpus.train_tokens={multiple * base.corpus.train_tokens}", *model,
                     *(f"single.{field}" for field in fields.split())))
         for multiple in extent.multiples
         for fields in extent.recipes

@@ -78,15 +78,15 @@ def test_the_reference_is_one_epoch_on_more_and_more_tokens():
     assert len({run.model for run in runs}) == 3
 
 
-def test_a_tuned_reference_is_the_preset_s_model_by_other_recipes_only():
-    extent, base = experiments.EXTENTS["cpu"], config.preset("cpu")
+def test_a_tuned_reference_is_the_largest_model_by_other_recipes_only():
+    extent = experiments.EXTENTS["cpu"]
     found = experiments.plan("cpu", ["tuned_reference"])
     assert len(found) == len(extent.multiples) * len(extent.recipes) > 0
     runs = [each.run("cpu", 0) for each in found]
-    assert {run.model for run in runs} == {base.model}
-    assert len({run.key for run in runs}) == len(runs)
-    others = experiments.plan("cpu", ["reference"])
-    assert not {run.key for run in runs} & {each.run("cpu", 0).key for each in others}
+    others = [each.run("cpu", 0) for each in experiments.plan("cpu", ["reference"])]
+    largest = max((run.model for run in others), key=lambda model: (model.width, model.layers))
+    assert {run.model for run in runs} == {largest}
+    assert len({run.key for run in (*runs, *others)}) == len(runs) + len(others)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])
