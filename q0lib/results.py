@@ -45,8 +45,8 @@ def selections(
     """Losses of the population's mixtures, by choice and K.
 
     Members and weights are chosen on the fitness split, by the AdamW fit unless another is
-    `fitted`. K that the population does not have are
-    left out. `test_se` is the standard error of the test loss over documents.
+    `fitted`. K that the population does not have are left out. `test_se` is the standard error
+    of the test loss over documents.
 
     Columns: choice, k, fitness, validation, test (nats per token), test_se, flops (training).
     """
