@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from q0lib import allocation, config
 
 PARTS = ("tuning", "main", "splits", "ablation", "reference", "tuned_reference", "small")
-ONE_SEED = ("tuning", "tuned_reference")  # what is chosen by one seed is trained for one alone
+# What is chosen by one seed is trained for one alone.
+ONE_SEED = ("tuning", "splits", "tuned_reference")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
 RARELY = "teacher every second cycle"

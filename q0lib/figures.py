@@ -133,7 +133,7 @@ def trajectories(
     """Draw loss against total epochs for each number of trajectories, over the regimes' bands.
 
     frame: columns total_epochs, n1, n2, ..., and extrapolated (the column that is, or missing);
-    error: of a reading; regimes: (from epochs, to epochs, label) of each band.
+    error: of a reading (0: none); regimes: (from epochs, to epochs, label) of each band.
     """
     budgets = frame["total_epochs"].to_numpy(float)
     for color, name in zip(TRAJECTORY_COLORS, _counts(frame), strict=False):
@@ -152,18 +152,20 @@ def trajectory_gaps(
 ) -> None:
     """Draw how far each number of trajectories is above the best at its budget (millinats).
 
-    Arguments as `trajectories`. Below the dashed line the reading cannot tell two apart: both
-    are uncertain by `error`.
+    Arguments as `trajectories`. Below the dashed line, if there is one, the reading cannot tell
+    two apart: both are uncertain by `error`.
     """
     budgets = frame["total_epochs"].to_numpy(float)
     names = _counts(frame)
     gaps = frame[names].sub(frame[names].min(axis=1), axis=0) * 1000
     for color, name in zip(TRAJECTORY_COLORS, names, strict=False):
-        guessed = _guessed(frame, name)
-        _extrapolated(ax, budgets, gaps[name].to_numpy(), guessed, color, f"N = {name[1:]}")
-    ax.axhline(2000 * error, color="0.4", linewidth=0.7, linestyle="--", label="resolution")
-    across = ax.get_yaxis_transform()
-    say(ax, "reading error", (0.0, 2000 * error), "0.4", (3, 5), xycoords=across)
+        known = gaps[name].notna().to_numpy()
+        x, above, guessed = budgets[known], gaps[name].to_numpy()[known], _guessed(frame, name)
+        _extrapolated(ax, x, above, guessed[known], color, f"N = {name[1:]}")
+    if error:
+        ax.axhline(2000 * error, color="0.4", linewidth=0.7, linestyle="--", label="resolution")
+        across = ax.get_yaxis_transform()
+        say(ax, "reading error", (0.0, 2000 * error), "0.4", (3, 5), xycoords=across)
     ax.set(ylim=(-1, 22), ylabel="Above the best N\n(0.001 nats)")
     _budget_axis(ax, budgets, regimes)
 

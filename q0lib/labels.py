@@ -23,7 +23,8 @@ class Note(NamedTuple):
 
 
 def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
-    """Name each line at its end: those that reach the right edge beside it; spread apart."""
+    """Name each line at its end: those that reach the right edge beside it; spread apart, and
+    above the lines that go on where they stand."""
     edge = max(note.x for note in notes)
     low, high = ax.get_ylim()
     for x in sorted({note.x for note in notes}):
@@ -31,6 +32,8 @@ def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
         line = LINE_POINTS * (high - low) / _height(ax)
         sizes = [(note.text.count("\n") + 1) * line for note in ending]
         heights = spread([note.y for note in ending], sizes)
+        if x < edge:
+            heights += _lift(ax, x, ending, heights, line)
         for note, y in zip(ending, heights, strict=True):
             if x == edge:
                 across = ax.get_yaxis_transform()  # x in axes widths, y in data
@@ -39,6 +42,29 @@ def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
                 text = say(ax, note.text, (x, float(y)), note.color, (5, 0))
                 text.set_bbox(None)  # other lines go on here, and must be seen
                 text.set_path_effects([withStroke(linewidth=1.5, foreground="white")])
+
+
+def _lift(ax: Axes, x: float, notes: Sequence[Note], heights: np.ndarray, line: float) -> float:
+    """Return by how much texts that start at `x` must rise to stand clear of every other line,
+    the ends of error bars joined up."""
+    rows = [note.text.split("\n") for note in notes]
+    width = (5 + LETTER_POINTS * max(len(row) for text in rows for row in text)) * _dpi(ax) / 72
+    start = ax.transData.transform((x, notes[0].y))[0]
+    pixels = np.column_stack([np.linspace(start + 1, start + width, 20), np.zeros(20)])
+    across = ax.transData.inverted().transform(pixels)[:, 0]
+    lines = [each for each in ax.get_lines() if each.get_transform() == ax.transData]
+    passing = [
+        np.interp(across, *each.get_xydata().T, left=np.nan, right=np.nan)
+        for each in lines if len(each.get_xydata())
+    ]  # fmt: skip
+    ys = np.sort(np.concatenate(passing)) if passing else np.array([])
+    half = [len(text) * line / 2 for text in rows]
+    bottom, top = min(heights - half), max(heights + half)
+    rise = 0.0
+    for y in ys[np.isfinite(ys)]:
+        if bottom + rise - line / 2 < y < top + rise:
+            rise = y + line / 2 - bottom
+    return rise
 
 
 def spread(positions: Sequence[float], sizes: Sequence[float]) -> np.ndarray:

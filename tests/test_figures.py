@@ -250,6 +250,34 @@ def test_a_single_point_an_unknown_method_and_an_unknown_interval():
     fig.canvas.draw()
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_the_name_of_a_line_that_ends_early_stands_clear_of_those_that_go_on(log):
+    frame = study(q0=[5.2, 5.0, 4.9, 4.88, 4.87], ensemble=[5.3, 5.1, 4.91])
+    fig = Figure(figsize=(4.8, 3.4))
+    ax = fig.subplots()
+    figures.epoch_curves(ax, frame, log=log)
+    FigureCanvasAgg(fig).draw()
+    (name,) = [text for text in ax.texts if text.get_text().startswith("ensemble")]
+    box = name.get_window_extent()
+    for x, y in ax.transData.transform(ax.get_lines()[0].get_xydata()):
+        assert not (box.x0 <= x <= box.x1 and y >= box.y0)
+    (end,) = [text for text in ax.texts if text.get_text().startswith("q0")]
+    assert end.xy == pytest.approx((1.0, 4.87)), "beside the last point, where nothing goes on"
+
+
+def test_gaps_join_the_budgets_that_a_number_of_trajectories_has():
+    frame = pd.DataFrame(
+        {"total_epochs": [32, 64, 96], "n1": [5.0, 4.9, 4.8], "n2": [5.1, np.nan, 4.7],
+         "extrapolated": None}
+    )  # fmt: skip
+    ax = Figure().subplots()
+    figures.trajectory_gaps(ax, frame, 0.0)
+    xs, ys = drawn(ax, "N = 2 measured")
+    assert xs.tolist() == [32, 96]
+    assert ys == pytest.approx([100, 0])
+    assert "resolution" not in [line.get_label() for line in ax.get_lines()]
+
+
 @given(st.lists(st.tuples(st.floats(-10, 10), st.floats(0, 5)), min_size=1, max_size=8))
 def test_spread_keeps_order_distance_and_middle(things):
     positions, sizes = np.array(things).T
