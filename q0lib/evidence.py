@@ -111,6 +111,27 @@ def compare(ablations: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(order, ascending=[True, False], ignore_index=True)
 
 
+def leads(snapshots: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
+    """How many times fewer epochs and FLOPs than the largest ensemble each variant needs.
+
+    `comparison.multipliers` of every variant in a table of snapshots, its learned mixture of all
+    snapshots so far, against the ensemble of `curves` (a table of `results.budget_table`), for the
+    seeds that a variant has. The interval covers the training seeds alone.
+
+    Raises:
+        ValueError: a seed of the snapshots without an ensemble.
+    """
+    point = ["seed", "epochs", "flops", "loss"]
+    base = curves[(curves.method == "ensemble") & (curves.choice == "uniform")]
+    base = base.rename(columns={"test": "loss"})[["method", *point, "k"]]
+    blocks = []
+    for variant, rows in snapshots.groupby("variant", sort=False):
+        ours = rows.rename(columns={"mixture": "loss"}).assign(method=variant)[["method", *point]]
+        pair = pd.concat([ours, base[base.seed.isin(rows.seed)]])
+        blocks.append(comparison.multipliers(pair, ["ensemble"]))
+    return pd.concat(blocks, ignore_index=True)
+
+
 def small_table(found: Trained) -> pd.DataFrame:
     """Budgets of a few epochs, a row a (way to spend them, seed, budget), with `mixtures`.
 

@@ -32,7 +32,8 @@ class Extent:
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
     recipe: tuple[str, ...]  # ... all trained like this
-    recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`
+    recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`,
+    recipes_to: int = 0  # ... as far as this multiple, beyond what any method is worth
     trials: tuple[tuple[str, float, str], ...] = ()  # that fixed the preset: method, epochs, fields
 
 
@@ -163,6 +164,7 @@ EXTENTS = {
             "batch_tokens=512 weight_decay=0.01 matrix_lr=0.02",
             "batch_tokens=256 weight_decay=0.01 matrix_lr=0.014",
         ),
+        recipes_to=12,
         trials=_CPU_TRIALS,
     ),
     "gpu": Extent(
@@ -300,6 +302,7 @@ def _tuned_reference(extent: Extent, base: config.Study) -> list[Experiment]:
                    (f"corpus.train_tokens={multiple * base.corpus.train_tokens}", *model,
                     *(f"single.{field}" for field in fields.split())))
         for multiple in extent.multiples
+        if multiple <= extent.recipes_to
         for fields in extent.recipes
     ]  # fmt: skip
 

@@ -52,11 +52,13 @@ def _lift(ax: Axes, x: float, notes: Sequence[Note], heights: np.ndarray, line: 
     start = ax.transData.transform((x, notes[0].y))[0]
     pixels = np.column_stack([np.linspace(start + 1, start + width, 20), np.zeros(20)])
     across = ax.transData.inverted().transform(pixels)[:, 0]
-    lines = [each for each in ax.get_lines() if each.get_transform() == ax.transData]
+    lines = [np.asarray(each.get_xydata()) for each in ax.get_lines()
+             if each.get_transform() == ax.transData]  # fmt: skip
     passing = [
-        np.interp(across, *each.get_xydata().T, left=np.nan, right=np.nan)
-        for each in lines if len(each.get_xydata())
-    ]  # fmt: skip
+        np.interp(across, points[:, 0], points[:, 1], left=np.nan, right=np.nan)
+        for points in lines
+        if len(points)
+    ]
     ys = np.sort(np.concatenate(passing)) if passing else np.array([])
     half = [len(text) * line / 2 for text in rows]
     bottom, top = min(heights - half), max(heights + half)

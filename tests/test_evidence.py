@@ -76,6 +76,27 @@ def test_variants_are_compared_over_seeds_and_documents():
         evidence.compare(rows, ["a", "d"])
 
 
+def test_leads_of_variants_are_read_off_their_own_seeds():
+    """Two seeds of the full recipe and one of a variant, against an ensemble of four epochs."""
+    snapshots = pd.DataFrame(
+        [(FULL, 0, 1, 10, 5.0), (FULL, 0, 2, 20, 4.0), (FULL, 1, 1, 10, 4.6), (FULL, 1, 2, 20, 4.4),
+         ("rare", 1, 1, 8, 4.7), ("rare", 1, 2, 16, 4.6)],
+        columns=["variant", "seed", "epochs", "flops", "mixture"],
+    )  # fmt: skip
+    curves = pd.DataFrame(
+        [("ensemble", seed, epochs, 8 * epochs, choice, 4.5 + 0.1 * (4 - epochs), epochs)
+         for seed in (0, 1) for epochs in (2, 4) for choice in ("uniform", "truncate")],
+        columns=["method", "seed", "epochs", "flops", "choice", "test", "k"],
+    )  # fmt: skip
+    found = evidence.leads(snapshots, curves).set_index(["method", "axis"])
+    assert found.multiplier[FULL, "epochs"] == pytest.approx(4 / 1.5)  # both cross at 1.5 epochs
+    assert found.multiplier[FULL, "flops"] == pytest.approx(32 / 15)
+    assert found.seeds[FULL, "epochs"] == 2
+    assert found.reached["rare", "epochs"] == 0
+    with pytest.raises(ValueError, match="seed 0 has a curve of"):
+        evidence.leads(snapshots, curves[curves.seed == 1])
+
+
 def test_small_budgets_have_a_row_each(found):
     table = evidence.small_table(found)
     assert table.spent_on.tolist() == [FULL, "slow"] * 2
