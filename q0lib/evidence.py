@@ -251,7 +251,7 @@ def data_efficiency(
 
     `curves` as `comparison.epoch_curves` gives them, `line` as `reference_curve`. A seed's loss is
     read off the reference of the same seed, or off the mean of the reference's seeds where it is
-    none of them. A budget of 0 takes the one that is best on validation; a point that the curves
+    none of them; as far as all of these go. A budget of 0 takes the one that is best on validation; a point that the curves
     do not have is left out. The interval is `efficiency.ratio_interval` over the seeds and the
     documents (resampled for both, alike); `clipped` is the share of draws beyond the reference,
     where its end stood in.
@@ -275,6 +275,7 @@ def data_efficiency(
     ours_of = comparison.resampled_losses(documents)
     theirs_of = comparison.resampled_losses(reference_documents)
     references = {}
+    line = line[line.groupby("tokens").seed.transform("nunique") == line.seed.nunique()]
     for seed in sorted(line.seed.unique()):
         rows = line[line.seed == seed].sort_values("tokens")
         names = rows[["model", "seed", "multiple"]].itertuples(index=False, name=None)

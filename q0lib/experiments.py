@@ -4,15 +4,19 @@ A *part* is the runs behind one notebook. Runs that share a directory (a budget 
 of a longer one) are trained once. `campaign` trains them.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from q0lib import allocation, config
 
-PARTS = ("tuning", "main", "splits", "ablation", "reference", "tuned_reference", "small")
+PARTS = (
+    "tuning", "main", "splits", "ablation", "reference", "reference_sizes", "tuned_reference",
+    "small",
+)  # fmt: skip
 # What is chosen by one seed is trained for one alone.
-ONE_SEED = ("tuning", "splits", "tuned_reference")
+ONE_SEED = ("tuning", "splits", "reference_sizes", "tuned_reference")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
 RARELY = "teacher every second cycle"
@@ -32,8 +36,10 @@ class Extent:
     multiples: tuple[int, ...]  # of the training tokens, for the one-epoch reference
     sizes: dict[str, tuple[str, ...]]  # ... of these models
     recipe: tuple[str, ...]  # ... all trained like this
-    recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`,
-    recipes_to: int = 0  # ... as far as this multiple, beyond what any method is worth
+    recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`
+    # Where the last of the sizes is known to be the best, at every multiple of one seed: as far as
+    # this one, beyond what any method is worth, other seeds train it alone. 0: not known.
+    settled_to: int = 0
     trials: tuple[tuple[str, float, str], ...] = ()  # that fixed the preset: method, epochs, fields
 
 
@@ -164,7 +170,7 @@ EXTENTS = {
             "batch_tokens=512 weight_decay=0.01 matrix_lr=0.02",
             "batch_tokens=256 weight_decay=0.01 matrix_lr=0.014",
         ),
-        recipes_to=12,
+        settled_to=12,
         trials=_CPU_TRIALS,
     ),
     "gpu": Extent(
@@ -209,7 +215,7 @@ def plan(
     base = config.preset(preset)
     extent = EXTENTS[preset]
     known = {"tuning": _tuning, "main": _main, "splits": _splits, "ablation": _ablations,
-             "reference": _reference, "tuned_reference": _tuned_reference,
+             **dict.fromkeys(("reference", "reference_sizes", "tuned_reference"), _reference),
              "small": _small}  # fmt: skip
     for part in parts:
         if part not in known:
@@ -217,7 +223,7 @@ def plan(
     for method in methods or ():
         if method not in base.methods:
             raise ValueError(f"unknown method {method!r}, known: {', '.join(base.methods)}")
-    found = [experiment for part in parts for experiment in known[part](extent, base)]
+    found = [each for part in parts for each in known[part](extent, base) if each.part == part]
     return [each for each in found if methods is None or each.method in methods]
 
 
@@ -285,26 +291,20 @@ def _ablations(extent: Extent, base: config.Study) -> list[Experiment]:
 
 
 def _reference(extent: Extent, base: config.Study) -> list[Experiment]:
-    return [
-        Experiment("reference", f"{size}, {multiple}x tokens", "single", 1.0,
-                   (f"corpus.train_tokens={multiple * base.corpus.train_tokens}", *model,
-                    *extent.recipe))
-        for multiple in extent.multiples
-        for size, model in extent.sizes.items()
-    ]  # fmt: skip
-
-
-def _tuned_reference(extent: Extent, base: config.Study) -> list[Experiment]:
-    """More recipes at every number of tokens, for the largest of the reference's models."""
-    size, model = list(extent.sizes.items())[-1]
-    return [
-        Experiment("tuned_reference", f"{size}, {multiple}x tokens, {fields}", "single", 1.0,
-                   (f"corpus.train_tokens={multiple * base.corpus.train_tokens}", *model,
-                    *(f"single.{field}" for field in fields.split())))
-        for multiple in extent.multiples
-        if multiple <= extent.recipes_to
-        for fields in extent.recipes
-    ]  # fmt: skip
+    """One epoch on more and more tokens: the parts reference, reference_sizes, tuned_reference."""
+    found = []
+    last = list(extent.sizes)[-1]
+    for multiple, (size, model) in itertools.product(extent.multiples, extent.sizes.items()):
+        settled = size == last and multiple <= extent.settled_to
+        part = "reference" if settled or not extent.settled_to else "reference_sizes"
+        label = f"{size}, {multiple}x tokens"
+        shape = (f"corpus.train_tokens={multiple * base.corpus.train_tokens}", *model)
+        found.append(Experiment(part, label, "single", 1.0, (*shape, *extent.recipe)))
+        for fields in extent.recipes if settled else ():
+            changed = (*shape, *(f"single.{field}" for field in fields.split()))
+            named = f"{label}, {fields}"
+            found.append(Experiment("tuned_reference", named, "single", 1.0, changed))
+    return found
 
 
 def _small(extent: Extent, base: config.Study) -> list[Experiment]:

@@ -68,7 +68,8 @@ def test_prefixes_are_trained_once():
 
 
 def test_the_reference_is_one_epoch_on_more_and_more_tokens():
-    runs = [each.run("cpu", 0) for each in experiments.plan("cpu", ["reference"])]
+    planned = experiments.plan("cpu", ["reference", "reference_sizes"])
+    runs = [each.run("cpu", 0) for each in planned]
     base = config.preset("cpu").corpus
     assert {run.epochs for run in runs} == {1.0}
     assert sorted({run.corpus.train_tokens / base.train_tokens for run in runs}) == [
@@ -76,17 +77,29 @@ def test_the_reference_is_one_epoch_on_more_and_more_tokens():
     ]  # fmt: skip
     assert len({run.method for run in runs}) == 1, "one recipe for all"
     assert len({run.model for run in runs}) == 3
+    assert len({run.key for run in runs}) == 33
 
 
-def test_a_tuned_reference_is_the_largest_model_by_other_recipes_only():
+def test_where_the_best_size_is_settled_other_seeds_train_it_alone():
     extent = experiments.EXTENTS["cpu"]
-    found = experiments.plan("cpu", ["tuned_reference"])
-    tuned = [multiple for multiple in extent.multiples if multiple <= extent.recipes_to]
-    assert len(found) == len(tuned) * len(extent.recipes) > 0
-    runs = [each.run("cpu", 0) for each in found]
+    settled = [multiple for multiple in extent.multiples if multiple <= extent.settled_to]
+    runs = [each.run("cpu", 1) for each in experiments.plan("cpu", ["reference"])]
+    assert len(runs) == len(settled)
+    table = results.read(paths.RESULTS / "cpu" / "reference.csv", seed=[0])
+    table = table[table.recipe.isna()]
+    best = table.loc[table.groupby("multiple").validation.idxmin()]
+    assert {f"width {run.model.width}" for run in runs} == set(best["size"])
+    assert experiments.plan("quick", ["reference_sizes"]) == []
+    quick = [each.run("quick", 1) for each in experiments.plan("quick", ["reference"])]
+    assert len({run.model for run in quick}) == 3
+
+
+def test_a_tuned_reference_is_the_settled_model_by_other_recipes_only():
+    extent = experiments.EXTENTS["cpu"]
+    runs = [each.run("cpu", 0) for each in experiments.plan("cpu", ["tuned_reference"])]
     others = [each.run("cpu", 0) for each in experiments.plan("cpu", ["reference"])]
-    largest = max((run.model for run in others), key=lambda model: (model.width, model.layers))
-    assert {run.model for run in runs} == {largest}
+    assert len(runs) == len(others) * len(extent.recipes) > 0
+    assert {run.model for run in runs} == {run.model for run in others}
     assert len({run.key for run in (*runs, *others)}) == len(runs) + len(others)
 
 
