@@ -19,7 +19,8 @@ PARTS = (
 ONE_SEED = ("tuning", "splits", "reference_sizes", "tuned_reference")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
-RARELY = "teacher every second cycle"
+UNDISTILLED_LONGER = "cycles of 4 epochs, no distillation"
+TEACHERS = (UNDISTILLED, "teacher every second cycle", UNDISTILLED_LONGER)  # the rest is the cycle
 
 
 @dataclass(frozen=True)
@@ -272,12 +273,13 @@ def _ablations(extent: Extent, base: config.Study) -> list[Experiment]:
     changes = {
         FULL: (),
         UNDISTILLED: ("q0.teacher=none",),
-        RARELY: ("q0.teacher_every=2",),
+        "teacher every second cycle": ("q0.teacher_every=2",),
         "flat weight decay": ("q0.wd_schedule=flat",),
         "weight decay in phase": ("q0.wd_schedule=in_phase",),
         noise: tuple(f"q0.{field}" for field in fields.split()),
         "cycles of 1 epoch": length(1),
         "cycles of 4 epochs": length(4),
+        UNDISTILLED_LONGER: (*length(4), "q0.teacher=none"),
         "EMA in the cycle": ("q0.ema_fraction=0.5",),
     }
     last = max(extent.ablation)

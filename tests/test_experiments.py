@@ -50,6 +50,7 @@ def test_an_ablation_differs_from_the_full_recipe_by_what_it_says():
         "the paper's perturbation": {"method.perturb_start", "method.perturb_end"},
         "cycles of 1 epoch": pace,
         "cycles of 4 epochs": pace,
+        "cycles of 4 epochs, no distillation": {*pace, "method.teacher"},
         "EMA in the cycle": {"method.ema_fraction"},
     }
     for run in runs.values():  # the teacher comes at the same epoch, however long a cycle is
