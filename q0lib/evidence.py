@@ -251,10 +251,10 @@ def data_efficiency(
 
     `curves` as `comparison.epoch_curves` gives them, `line` as `reference_curve`. A seed's loss is
     read off the reference of the same seed, or off the mean of the reference's seeds where it is
-    none of them; as far as all of these go. A budget of 0 takes the one that is best on validation; a point that the curves
-    do not have is left out. The interval is `efficiency.ratio_interval` over the seeds and the
-    documents (resampled for both, alike); `clipped` is the share of draws beyond the reference,
-    where its end stood in.
+    none of them; as far as all of these go. A budget of 0 takes the one that is best on
+    validation; a point that the curves do not have is left out. The interval is
+    `efficiency.ratio_interval` over the seeds and the documents (resampled for both, alike);
+    `clipped` is the share of draws beyond the reference, where its end stood in.
 
     Columns: method, epochs, loss, multiplier (nan when a seed lies beyond the reference), low,
     high, seeds, reached (seeds that do not), clipped, cases. The table that `summary` reads has one
