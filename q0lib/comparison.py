@@ -35,6 +35,10 @@ def epoch_curves(
 
     Columns: seed, method, base (whose population it is), epochs, flops, trajectories, choice, k,
     validation, loss.
+
+    Raises:
+        ValueError: a K beyond every population, or one that the table does not have wherever it
+            could.
     """
     judge = "validation" if protocol == "clean" else "test"
     curves = []
@@ -45,12 +49,13 @@ def epoch_curves(
             continue
         learned = rows[rows.choice == "truncate"]
         results.check_sizes(ks, int(learned.k.max()))
+        greedy = rows[rows.choice == "greedy"]
+        _check_cuts(learned, greedy, ks)
         best = learned[learned.best_k.astype(bool)]
         if protocol == "paper":
             best = learned.sort_values("test").drop_duplicates(["seed", "epochs", "trajectories"])
         named = {"q0": best, "q0_uniform": uniform}
         named |= {f"q0_k{k}": learned[learned.k == k] for k in ks}
-        greedy = rows[rows.choice == "greedy"]
         named |= {f"q0_greedy_k{k}": greedy[greedy.k == k] for k in ks}
         curves += [
             elected(block, "epochs", "trajectories", judge).assign(method=name, base="q0")
@@ -61,6 +66,22 @@ def epoch_curves(
     columns = ["seed", "method", "base", "epochs", "flops", "trajectories", "choice", "k",
                "validation", "loss"]  # fmt: skip
     return curve.rename(columns={"test": "loss"})[columns].reset_index(drop=True)
+
+
+def _check_cuts(learned: pd.DataFrame, greedy: pd.DataFrame, ks: Sequence[int]) -> None:
+    """Raise ValueError unless both choices have each K at every budget with so many snapshots."""
+    point = ["seed", "epochs", "trajectories"]
+    members = learned.groupby(point).k.max()
+    for k in ks:
+        for name, rows in {"cut": learned, "greedy choice": greedy}.items():
+            lacks = members[members >= k].index.difference(
+                pd.MultiIndex.from_frame(rows.loc[rows.k == k, point])
+            )
+            if len(lacks):
+                raise ValueError(
+                    f"the table has no {name} of K = {k} at {lacks[0][1]:g} epochs, seed "
+                    f"{lacks[0][0]}; run 04_epoch_efficiency with recompute=True to write it"
+                )
 
 
 def elected(rows: pd.DataFrame, group: str, candidate: str, by: str) -> pd.DataFrame:
@@ -285,7 +306,15 @@ def marked_crossing(
     means: pd.DataFrame, table: pd.DataFrame, method: str = "q0", reference: str = "ensemble"
 ) -> pd.DataFrame:
     """The crossing that a figure of `means` (`over_seeds`) marks: `efficiency.crossings`, with the
-    range and the label of the multiplier in a table of `multipliers`."""
+    range and the label of the multiplier in a table of `multipliers`.
+
+    Raises:
+        ValueError: one of the two curves is missing.
+    """
+    if lacking := {method, reference} - set(means.method):
+        raise ValueError(
+            f"no curve of {sorted(lacking)[0]!r}, there are {sorted(set(means.method))}"
+        )
     rows = table[(table.method == method) & (table.reference == reference)]
     row = next(rows[rows.axis == "epochs"].itertuples())
     found = efficiency.crossings(means[means.method.isin([method, reference])], reference)

@@ -233,9 +233,11 @@ def reference_tables(found: Trained, tokens: int) -> dict[str, pd.DataFrame]:
 def reference_curve(table: pd.DataFrame) -> pd.DataFrame:
     """Of a reference table, the model that is best on validation at each number of tokens.
 
-    The mean over seeds decides. Columns as there, a row a (tokens, seed).
+    The mean over seeds decides; it goes as far as every seed does. Columns as there, a row a
+    (tokens, seed).
     """
     best = comparison.elected(table, "tokens", "model", "validation")
+    best = best[best.groupby("tokens").seed.transform("nunique") == best.seed.nunique()]
     return best.sort_values(["seed", "tokens"], ignore_index=True)
 
 
@@ -251,10 +253,10 @@ def data_efficiency(
 
     `curves` as `comparison.epoch_curves` gives them, `line` as `reference_curve`. A seed's loss is
     read off the reference of the same seed, or off the mean of the reference's seeds where it is
-    none of them; as far as all of these go. A budget of 0 takes the one that is best on
-    validation; a point that the curves do not have is left out. The interval is
-    `efficiency.ratio_interval` over the seeds and the documents (resampled for both, alike);
-    `clipped` is the share of draws beyond the reference, where its end stood in.
+    none of them. A budget of 0 takes the one that is best on validation; a point that the curves
+    do not have is left out. The interval is `efficiency.ratio_interval` over the seeds and the
+    documents (resampled for both, alike); `clipped` is the share of draws beyond the reference,
+    where its end stood in.
 
     Columns: method, epochs, loss, multiplier (nan when a seed lies beyond the reference), low,
     high, seeds, reached (seeds that do not), clipped, cases. The table that `summary` reads has one
@@ -275,7 +277,6 @@ def data_efficiency(
     ours_of = comparison.resampled_losses(documents)
     theirs_of = comparison.resampled_losses(reference_documents)
     references = {}
-    line = line[line.groupby("tokens").seed.transform("nunique") == line.seed.nunique()]
     for seed in sorted(line.seed.unique()):
         rows = line[line.seed == seed].sort_values("tokens")
         names = rows[["model", "seed", "multiple"]].itertuples(index=False, name=None)

@@ -40,7 +40,9 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     for name, parameters in parts.items():
         given = {"preset": preset, "out": str(out), **parameters}
         notebook = paths.NOTEBOOKS / f"{name}.ipynb"
-        campaign.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished))
+        # The tables there are those of the last call, perhaps with other seeds.
+        again = name == "04_epoch_efficiency"
+        campaign.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished, force=again))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
     ours = results.read(out / "epoch_multipliers.csv", protocol=["clean"])
     print(comparison.multiplier_sentence(ours))

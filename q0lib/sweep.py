@@ -286,7 +286,8 @@ def _report(table: pd.DataFrame) -> str:
 EXAMPLES = """examples:
   python -m q0lib.sweep notebooks/train_population.ipynb -p preset=cpu \\
       -g method=q0,ensemble -g seed=0,1,2 --jobs 2
-  python -m q0lib.sweep notebooks/04_epoch_efficiency.ipynb -p 'epoch_budgets=[16, 32]'
+  python -m q0lib.sweep notebooks/train_population.ipynb -p preset=cpu \\
+      -g 'overrides=["q0.alpha=0.3"],["q0.alpha=0.6"]' --jobs 2
 
 Values are JSON or Python literals, else strings.
 Exit status: 0 nothing failed, 1 a point failed, 2 bad usage, 130 interrupted."""

@@ -21,8 +21,9 @@ def test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_te
             ]
         ]
     )  # fmt: skip
-    alone = rows.iloc[:1].assign(trajectories=3, validation=3.0, test=3.0)  # of one seed only
-    table = pd.concat([rows, alone], ignore_index=True)
+    alone = rows.iloc[:1].assign(trajectories=3, k=2, validation=3.0, test=3.0)  # of one seed
+    cuts = pd.concat([rows, alone], ignore_index=True)
+    table = pd.concat([cuts, cuts.assign(choice="greedy", best_k=False)], ignore_index=True)
     clean = comparison.epoch_curves(table, [2]).set_index(["method", "seed"])
     assert clean.trajectories.unique().tolist() == [1]
     assert clean.loss["q0", 0] == 4.5
@@ -31,6 +32,10 @@ def test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_te
     assert paper.loss["q0", 1] == 4.2
     assert paper.k["q0", 1] == 2
     assert paper.trajectories["q0_k2", 0] == 2
+    with pytest.raises(ValueError, match=r"no greedy choice of K = 2 at 8 epochs, seed 0; run"):
+        comparison.epoch_curves(cuts, [2])
+    with pytest.raises(ValueError, match="no cut of K = 3 at 8 epochs"):
+        comparison.epoch_curves(table, [3])
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
@@ -140,6 +145,9 @@ def test_multipliers_by_seed_with_an_interval():
     mark = comparison.marked_crossing(comparison.over_seeds(curves), starred).iloc[0]
     assert (mark.earliest, mark.latest) == pytest.approx((32 / row.high, 32 / row.low))
     assert mark.label.startswith("2.2x fewer epochs [")
+    with pytest.raises(ValueError, match="no curve of 'ensemble', there are"):
+        means = comparison.over_seeds(curves[curves.method != "ensemble"])
+        comparison.marked_crossing(means, starred)
     with pytest.raises(ValueError, match="seed 1 has a curve of ensemble but none of q0"):
         comparison.multipliers(curves[(curves.method != "q0") | (curves.seed == 0)], ["ensemble"])
     short = (curves.method == "ensemble") & (curves.seed == 1) & (curves.epochs == 32)
