@@ -110,14 +110,16 @@ def epoch_curves(
     bend there.
     """
     ends = []
-    for method, curve in frame.groupby("method", sort=False):
-        rows = curve.sort_values(x)
-        _curve(ax, rows[x], rows["loss"], str(method), dense=log)
-        if {"low", "high"} <= set(rows.columns):
-            _error_bars(ax, rows[x], rows["loss"], rows["low"], rows["high"], str(method))
+    ranged = {"low", "high"} <= set(frame.columns)
+    drawn = [name for name in reversed(METHOD_COLORS) if name in set(frame["method"])]
+    for method in [*sorted(set(frame["method"]) - set(drawn)), *drawn]:  # q0 on top
+        rows = frame[frame["method"] == method].sort_values(x)
+        _curve(ax, rows[x], rows["loss"], method, dense=log)
+        if ranged:
+            _error_bars(ax, rows[x], rows["loss"], rows["low"], rows["high"], method)
         last = rows.iloc[-1]
-        text = f"{_label(str(method))}\n{last['loss']:.4f}"
-        ends.append(Note(float(last[x]), float(last["loss"]), text, _color(str(method))))
+        text = f"{_label(method)}\n{last['loss']:.{3 if ranged else 4}f}"
+        ends.append(Note(float(last[x]), float(last["loss"]), text, _color(method)))
     if log:
         ax.set_xscale("log", base=2)
         _plain_ticks(ax, _apart(frame[x].unique()))
@@ -152,12 +154,13 @@ def trajectory_gaps(
 ) -> None:
     """Draw how far each number of trajectories is above the best at its budget (millinats).
 
-    Arguments as `trajectories`. Below the dashed line, if there is one, the reading cannot tell
-    two apart: both are uncertain by `error`.
+    Arguments as `trajectories`; a budget with a single number has no gap to draw. Below the dashed
+    line, if there is one, the reading cannot tell two apart: both are uncertain by `error`.
     """
     budgets = frame["total_epochs"].to_numpy(float)
     names = _counts(frame)
     gaps = frame[names].sub(frame[names].min(axis=1), axis=0) * 1000
+    gaps = gaps.where(frame[names].notna().sum(axis=1) > 1)
     for color, name in zip(TRAJECTORY_COLORS, names, strict=False):
         known = gaps[name].notna().to_numpy()
         x, above, guessed = budgets[known], gaps[name].to_numpy()[known], _guessed(frame, name)
@@ -289,7 +292,7 @@ def by_choice(
     ax: Axes, frame: pd.DataFrame, *, x: str = "k", xlabel: str = "Members used, K",
     ylabel: str = LOSS,
 ) -> None:  # fmt: skip
-    """Draw the loss of each way to choose members, the mean over seeds, against `x`.
+    """Draw the loss of each way to choose members against `x`: mean over seeds, and their range.
 
     frame: one row a point and seed, columns choice, `x` (drawn in powers of two), loss.
     """
@@ -298,7 +301,8 @@ def by_choice(
     choices = [name for name in CHOICE_COLORS if name in set(frame["choice"])]
     seaborn.lineplot(
         frame, x=x, y="loss", hue="choice", hue_order=choices, palette=CHOICE_COLORS,
-        errorbar=None, marker="o", markersize=4, linewidth=1.3, legend=False, ax=ax,
+        errorbar=("pi", 100), err_kws={"alpha": 0.12, "linewidth": 0},
+        marker="o", markersize=4, linewidth=1.3, legend=False, ax=ax,
     )  # fmt: skip
     ax.set_xscale("log", base=2)
     _plain_ticks(ax, sorted(frame[x].unique()))
@@ -408,8 +412,9 @@ def _error_bars(
 ) -> None:
     reach = [(y - low).to_numpy(float), (high - y).to_numpy(float)]
     ax.errorbar(
-        x.to_numpy(float), y.to_numpy(float), reach, fmt="none", ecolor=_color(method), lw=0.8
-    )
+        x.to_numpy(float), y.to_numpy(float), reach, fmt="none", ecolor=_color(method),
+        elinewidth=0.8, capsize=1.5, alpha=0.6, zorder=1.5,
+    )  # fmt: skip
 
 
 def _extrapolated(
