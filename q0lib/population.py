@@ -4,7 +4,8 @@
     <run>/documents.safetensors   the document of every held-out token
     <run>/t00/c0000.safetensors   member (trajectory 0, cycle 0): log p of every held-out token
     <run>/t00/c0000.weights.safetensors   its weights, when they are kept
-    <run>/t00/checkpoint.pt       where to go on; last good state
+    <run>/t00/checkpoint.pt       where to go on; last good state (checkpoint-further.pt: of an
+                                  earlier, longer training, while lost members are made again)
     <run>/result.json             written last: how far the run is complete, and what it cost
 
 Every file appears by rename. A population of N trajectories and C cycles is complete when

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,6 +177,8 @@ class Trajectory:
             self._checkpoint.unlink(missing_ok=True)  # complete: no longer run goes on from it
         else:
             self._save()
+        if self._further.exists() and self._read(self._further)["cycle"] <= self.cycle:
+            self._further.unlink()
 
     @property
     def teacher(self) -> GPT | None:
@@ -345,18 +348,29 @@ class Trajectory:
         with paths.replacing(self._checkpoint) as temporary:
             torch.save(state, temporary)
 
-    def _restore(self) -> None:
-        if not self._checkpoint.exists():
-            return
+    def _read(self, checkpoint: Path) -> dict[str, Any]:
         try:
-            state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
+            return torch.load(checkpoint, map_location=self.device, weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self._checkpoint} cannot be read ({type(error).__name__}); delete it and rerun"
+                f"{checkpoint} cannot be read ({type(error).__name__}); delete it and rerun"
             ) from error
-        run, before = self.run, range(state["cycle"])
-        if not all(population.has_member(run, self.directory, self.index, c) for c in before):
-            return  # a member is gone: train it again from the start, to the same bits
+
+    def _restore(self) -> None:
+        there = [path for path in (self._checkpoint, self._further) if path.exists()]
+        states = [
+            state
+            for state in map(self._read, there)
+            if all(
+                population.has_member(self.run, self.directory, self.index, cycle)
+                for cycle in range(state["cycle"])
+            )
+        ]
+        if not states:  # a member is gone: train it again from the start, to the same bits
+            if there == [self._checkpoint]:
+                self._checkpoint.replace(self._further)  # a longer run can still go on from it
+            return
+        state = max(states, key=lambda state: (state["cycle"], state["step"]))
         if state["runtime"] != self._runtime:
             warnings.warn(
                 f"{self._checkpoint.parent} goes on under {self._runtime}, it was begun under "
@@ -391,6 +405,11 @@ class Trajectory:
     @property
     def _checkpoint(self) -> Path:
         return self.directory / f"t{self.index:02d}" / "checkpoint.pt"
+
+    @property
+    def _further(self) -> Path:
+        """What an earlier training had come to, while the members behind it are trained again."""
+        return self._checkpoint.with_name("checkpoint-further.pt")
 
     def _seed(self, purpose: int, number: int = 0) -> int:
         words = [self.run.seed, self.index, purpose, number]

@@ -145,9 +145,9 @@ def test_multipliers_by_seed_with_an_interval():
     mark = comparison.marked_crossing(comparison.over_seeds(curves), starred).iloc[0]
     assert (mark.earliest, mark.latest) == pytest.approx((32 / row.high, 32 / row.low))
     assert mark.label.startswith("2.2x fewer epochs [")
+    alone = comparison.over_seeds(curves[curves.method != "ensemble"])
     with pytest.raises(ValueError, match="no curve of 'ensemble', there are"):
-        means = comparison.over_seeds(curves[curves.method != "ensemble"])
-        comparison.marked_crossing(means, starred)
+        comparison.marked_crossing(alone, starred)
     with pytest.raises(ValueError, match="seed 1 has a curve of ensemble but none of q0"):
         comparison.multipliers(curves[(curves.method != "q0") | (curves.seed == 0)], ["ensemble"])
     short = (curves.method == "ensemble") & (curves.seed == 1) & (curves.epochs == 32)

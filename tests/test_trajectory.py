@@ -95,6 +95,22 @@ def test_a_lost_member_is_trained_again(uninterrupted, text, tmp_path):
     assert kept.weights_path(2).exists(), "weights asked for later are trained again"
 
 
+def test_training_members_again_keeps_what_had_come_further(text, tmp_path, monkeypatch):
+    """Weights asked for at a short budget take nothing from a longer run."""
+    long, longer = tiny_study().run("q0", 4), tiny_study().run("q0", 6)
+    short = with_runtime(tiny_study().run("q0", 2), keep_weights=True)
+    train(long, text, tmp_path)
+    assert train(short, text, tmp_path).weights_path(0).exists()
+    steps = []
+    step = trajectory.Trajectory.train_step
+    monkeypatch.setattr(
+        trajectory.Trajectory, "train_step", lambda self: (steps.append(self.cycle), step(self))[1]
+    )
+    train(longer, text, tmp_path)
+    assert set(steps) == {2}, "it goes on from the end of the long run"
+    assert [path.name for path in tmp_path.glob("t00/checkpoint*")] == ["checkpoint.pt"]
+
+
 def test_long_and_wide_runs_share_a_directory(text, tmp_path):
     long = tiny_study().run("q0", 6)
     wide = tiny_study(0, "q0.trajectories=2").run("q0", 4)
