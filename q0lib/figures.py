@@ -331,12 +331,14 @@ def efficiency_curve(
     grey = METHOD_COLORS["reference"]
     ax.plot(tokens, scores, color=grey, marker=".", label="reference")
     _zoom(ax, scores, points["value"].to_numpy(float))
-    ax.set_xlim(0, 1.17 * tokens[-1])
+    ax.set_xlim(0, 1.03 * tokens[-1])
     if sizes is not None:
+        ends = []
         for name in sizes.columns[1:]:
-            end = (float(sizes["tokens"].iloc[-1]), float(sizes[name].iloc[-1]))
             ax.plot(sizes["tokens"], sizes[name], color="0.6", lw=0.7, ls=":", label=name)
-            say(ax, name, end, "0.4", (4, 0))
+            last = float(sizes["tokens"].iloc[-1]), float(sizes[name].iloc[-1])
+            ends.append(Note(*last, str(name), "0.4"))
+        end_labels(ax, ends)
     low, high = ax.get_ylim()
     seen = np.flatnonzero((scores > low) & (scores < high))
     roomy = [i for i in seen[1:] if tokens[i] > 0.15 * tokens[-1]]  # else it runs over the axis
