@@ -3,7 +3,7 @@
 import pytest
 from conftest import tiny_study
 
-from q0lib import campaign, experiments, population, trajectory
+from q0lib import campaign, experiments, paths, population, results, trajectory
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,12 @@ def test_trials_are_trained_for_one_seed():
 def test_a_part_without_runs_is_one_sentence(capsys):
     assert campaign.main(["--preset", "quick", "--parts", "tuning"]) == 2
     assert "preset quick has no runs in the parts tuning" in capsys.readouterr().err
+
+
+def test_the_published_runs_are_those_of_todays_plan():
+    """Else a preset or the plan has changed, and the tables and notebooks have not."""
+    table = results.read(paths.RESULTS / "cpu" / "runs.csv")
+    listed = campaign.runs_of(experiments.plan("cpu"), "cpu", [0, 1, 2])
+    assert table.part.tolist() == [each.part for each, _ in listed]
+    assert table.label.tolist() == [each.label for each, _ in listed]
+    assert table.run.tolist() == [f"cpu/{run.directory.name}" for _, run in listed]
