@@ -146,7 +146,7 @@ def test_multipliers_by_seed_with_an_interval():
     assert (mark.earliest, mark.latest) == pytest.approx((32 / row.high, 32 / row.low))
     assert mark.label.startswith("2.2x fewer epochs [")
     alone = comparison.over_seeds(curves[curves.method != "ensemble"])
-    with pytest.raises(ValueError, match="no curve of 'ensemble', there are"):
+    with pytest.raises(ValueError, match="needs a curve of 'ensemble', there are"):
         comparison.marked_crossing(alone, starred)
     with pytest.raises(ValueError, match="seed 1 has a curve of ensemble but none of q0"):
         comparison.multipliers(curves[(curves.method != "q0") | (curves.seed == 0)], ["ensemble"])
