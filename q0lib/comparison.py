@@ -313,7 +313,8 @@ def marked_crossing(
     """
     if lacking := {method, reference} - set(means.method):
         raise ValueError(
-            f"a crossing needs a curve of {sorted(lacking)[0]!r}, there are {sorted(set(means.method))}"
+            f"a crossing needs a curve of {sorted(lacking)[0]!r}, there are "
+            f"{sorted(set(means.method))}"
         )
     rows = table[(table.method == method) & (table.reference == reference)]
     row = next(rows[rows.axis == "epochs"].itertuples())
