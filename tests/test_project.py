@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from q0lib import paths, publish
+from q0lib import evidence, experiments, paths, publish, results
 
 MODULES = {path.stem: path for path in (paths.ROOT / "q0lib").glob("*.py")}
 
@@ -124,3 +124,35 @@ def test_readme_names_only_commands_and_files_that_exist():
         assert (paths.ROOT / name).exists(), name
     for module in re.findall(r"python -m q0lib\.([a-z_]+)", readme):
         assert module in MODULES
+
+
+def test_the_readmes_table_is_that_of_the_study():
+    folder = paths.RESULTS / "cpu"
+    summary = results.read(folder / "summary.csv").set_index("metric")
+    snapshots = results.read(folder / "snapshots.csv")
+    curves = results.read(folder / "epoch_efficiency.csv", method=["ensemble"])
+    leads = evidence.leads(snapshots, curves).set_index(["method", "axis"])
+    undistilled = leads.loc[(experiments.UNDISTILLED, "flops")]
+    named = {
+        "epochs than the ensemble of 256, at its best K": "epoch_efficiency_best_k",
+        "... at the ensemble's own K = 8, by the paper's cut": "epoch_efficiency_k8",
+        "... at K = 8, chosen greedily": "epoch_efficiency_k8_greedy",
+        "FLOPs, at its best K": "flop_efficiency_best_k",
+        "epochs than an ensemble distilled in a chain": "epoch_efficiency_vs_distilled_ensemble",
+        "to match q0 after 256 epochs": "data_efficiency_q0",
+        "to match the ensemble of 256": "data_efficiency_baseline",
+        "to match the best single model": "data_efficiency_single",
+    }
+    expected = {
+        line: [f"{row.value:.1f}", f"{row.low:.1f} to {row.high:.1f}"]
+        for line, row in ((line, summary.loc[metric]) for line, metric in named.items())
+    }
+    low, high = undistilled.low, undistilled.high
+    expected["... without distillation (interval of the seeds alone)"] = [
+        f"{undistilled.multiplier:.1f}", f"{low:.1f} to {high:.1f}",
+    ]  # fmt: skip
+    readme = (paths.ROOT / "README.md").read_text()
+    table = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+ to [\d.]+) \|", readme, re.MULTILINE)
+    assert {line: said for line, *said in table} == expected
+    best = expected["epochs than the ensemble of 256, at its best K"]
+    assert f"after {best[0]} times fewer epochs (95% interval {best[1]}" in readme
