@@ -22,6 +22,7 @@ from traitlets import Float
 from q0lib import paths
 
 PACKAGE = Path(__file__).resolve().parent
+STARTS = 3  # attempts to bring a kernel up
 GRACE = 60.0  # seconds that an interrupted kernel has at most to save and leave
 EXIT = "get_ipython().ask_exit = __import__('sys').exit"  # exit() is an error, as sys.exit() is
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
@@ -154,29 +155,37 @@ def execute(
     notebook, node = Path(notebook), read(notebook)
     check(notebook, node, parameters)
     node.metadata.kernelspec = KERNEL
-    try:
-        done = papermill.execute_notebook(
-            node,
-            None,  # nothing is written until it is known to be whole
-            {name: plain(name, value) for name, value in parameters.items()},
-            kernel_name="python3",
-            language="python",
-            kernel_manager_class=_ThisPython,
-            extra_arguments=list(kernel_arguments),
-            cwd=notebook.resolve().parent,
-            progress_bar=progress,
-            start_timeout=120,
-            execution_timeout=timeout and math.ceil(timeout),
-            stdout_file=log,
-            stderr_file=log,
-        )
-    except PapermillExecutionError as error:
-        message = f"In [{error.exec_count}]: {error.ename}: {one_line(error.evalue)}"
-        raise NotebookError(message) from error
-    except CellTimeoutError as error:
-        raise NotebookError(f"a cell ran for more than {timeout:g} s") from error
-    except DeadKernelError as error:
-        raise NotebookError("the kernel died: killed, crashed, or left by a cell") from error
+    for attempt in range(STARTS):
+        try:
+            done = papermill.execute_notebook(
+                node,
+                None,  # nothing is written until it is known to be whole
+                {name: plain(name, value) for name, value in parameters.items()},
+                kernel_name="python3",
+                language="python",
+                kernel_manager_class=_ThisPython,
+                extra_arguments=list(kernel_arguments),
+                cwd=notebook.resolve().parent,
+                progress_bar=progress,
+                start_timeout=120,
+                execution_timeout=timeout and math.ceil(timeout),
+                stdout_file=log,
+                stderr_file=log,
+            )
+            break
+        except PapermillExecutionError as error:
+            message = f"In [{error.exec_count}]: {error.ename}: {one_line(error.evalue)}"
+            raise NotebookError(message) from error
+        except CellTimeoutError as error:
+            raise NotebookError(f"a cell ran for more than {timeout:g} s") from error
+        except DeadKernelError as error:
+            raise NotebookError("the kernel died: killed, crashed, or left by a cell") from error
+        except RuntimeError as error:
+            # Kernels that start at the same time can be given the same port. No cell has run.
+            if "died before replying" not in str(error):
+                raise
+            if attempt + 1 == STARTS:
+                raise NotebookError(f"no kernel came up in {STARTS} attempts: {error}") from error
     if reason := unfinished(done):
         raise NotebookError(reason)
     done.metadata.papermill.update(input_path=str(notebook), output_path=str(output))

@@ -217,6 +217,26 @@ def test_an_earlier_output_survives_a_run_that_fails(tmp_path, mode, reason):
     assert list(output.parent.iterdir()) == [output]
 
 
+def test_a_kernel_that_loses_the_race_for_its_ports_is_started_again(tmp_path, monkeypatch):
+    notebook = write(tmp_path / "n.ipynb", COUNT)
+    calls, lucky, really = [], nb.STARTS, nb.papermill.execute_notebook
+
+    def unlucky(*given, **options):
+        calls.append(given)
+        if len(calls) < lucky:
+            raise RuntimeError("Kernel died before replying to kernel_info")
+        return really(*given, **options)
+
+    monkeypatch.setattr(nb.papermill, "execute_notebook", unlucky)
+    nb.execute(notebook, tmp_path / "out.ipynb", {"where": str(tmp_path)})
+    assert len(calls) == lucky
+    assert len(ran(tmp_path)) == 1
+    calls.clear()
+    lucky += 1
+    with pytest.raises(nb.NotebookError, match="no kernel came up in 3 attempts: Kernel died"):
+        nb.execute(notebook, tmp_path / "other.ipynb", {"where": str(tmp_path)})
+
+
 def test_points_run_once_until_something_they_depend_on_changes(tmp_path, monkeypatch):
     notebook = write(tmp_path / "n.ipynb", COUNT, "import os\nprint(os.environ['OMP_NUM_THREADS'])")
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
