@@ -40,9 +40,8 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     for name, parameters in parts.items():
         given = {"preset": preset, "out": str(out), **parameters}
         notebook = paths.NOTEBOOKS / f"{name}.ipynb"
-        # The tables there are those of the last call, perhaps with other seeds.
-        again = name == "04_epoch_efficiency"
-        campaign.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished, force=again))
+        # What lies there is of the last call, perhaps with other seeds: forced, it is written anew.
+        campaign.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished, force=True))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
     ours = results.read(out / "epoch_multipliers.csv", protocol=["clean"])
     print(comparison.multiplier_sentence(ours))
