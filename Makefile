@@ -15,7 +15,7 @@ test: .venv/.installed  ## lint, types, tests
 	@$(BIN)/python -m pytest -n 2
 
 notebooks: .venv/.installed  ## run every narrative notebook afresh and store its outputs
-	@$(BIN)/python -m q0lib.publish
+	@$(BIN)/python -m q0lib.sweeps.refresh
 
 bench: .venv/.installed  ## training speed against this machine's matrix products
 	@$(BIN)/python -m q0lib.bench

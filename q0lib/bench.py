@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers.models import BPE
 
-from q0lib import config, corpus, distill, population, prior, trajectory
+from q0lib import config, corpus, distill, population, presets, prior, trajectory
 from q0lib.model import attention, causal_mask, forward_flops
 
 
@@ -48,7 +48,7 @@ def matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float) -> flo
     return 2 * size**3 / best_seconds(work, seconds)
 
 
-def training(study: config.Study, seconds: float) -> list[tuple[str, float, float]]:
+def training(study: config.Preset, seconds: float) -> list[tuple[str, float, float]]:
     """(what, tokens/s, FLOP/s) of training with and without a teacher, and of evaluation."""
     run = dataclasses.replace(study.run("q0"), seed=0)
     text = _noise(run)
@@ -166,7 +166,7 @@ def priors(sizes: Sequence[int], tokens: int) -> list[tuple[int, str, float, flo
     return rows
 
 
-def report(study: config.Study, seconds: float) -> None:
+def report(study: config.Preset, seconds: float) -> None:
     """Print everything, a section at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if study.precision == "bf16" else torch.float32
@@ -186,8 +186,8 @@ def report(study: config.Study, seconds: float) -> None:
     for members, method, took, gap in priors((32, 128, 480), 132_000):
         print(f"  {members:>4} members  {method:<6}{took:>8.2f} s   gap {gap:.0e} nats")
     print("\nwhat a run of each preset needs (estimated; evaluation not counted)")
-    for name in config.PRESETS:
-        each = config.preset(name)
+    for name in presets.NAMES:
+        each = presets.load(name)
         for method in ("q0", "ensemble"):
             run = each.run(method)
             need = trajectory.estimate(run)
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not given.seconds > 0:
             raise ValueError(f"seconds must be > 0, got {given.seconds:g}")
-        study = config.preset(given.preset)
+        study = presets.load(given.preset)
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

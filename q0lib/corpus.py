@@ -21,7 +21,7 @@ import tokenizers
 from filelock import FileLock
 from tqdm import tqdm
 
-from q0lib import config, paths
+from q0lib import config, files, paths
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("test", "validation", "fitness", "train")
@@ -295,7 +295,7 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
             f"vocab_size={corpus.vocab_size} tokens, it has {size}"
         )
     about: dict = {"vocab_size": size, "dtype": "uint16" if size <= 1 << 16 else "uint32"}
-    with paths.replacing(folder) as temporary:
+    with files.replacing(folder) as temporary:
         temporary.mkdir()
         tokenizer.save(str(temporary / "tokenizer.json"))
         if corpus.streamed:

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from q0lib import config, corpus, distill, paths
+from q0lib import config, corpus, distill, files, paths
 from q0lib.model import GPT
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
@@ -123,13 +123,13 @@ def held_out_log_probs(
 
 def write_member(path: Path, log_probs: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
     """Save a member's rows and its record (plain values), whole or not at all."""
-    with paths.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         save_file(log_probs, temporary, metadata={"record": json.dumps(record)})
 
 
 def write_weights(path: Path, model: GPT) -> None:
     """Save the plain module's weights (no prefix of a compiler or wrapper in their names)."""
-    with paths.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         save_file({name: value.contiguous() for name, value in model.state_dict().items()},
                   temporary)  # fmt: skip
 
@@ -165,10 +165,10 @@ def open_directory(run: config.Run, directory: Path, text: corpus.Text) -> None:
         return
     ids = {name: torch.from_numpy(text[name].document_ids(run.model.context))
            for name in corpus.HELD_OUT}  # fmt: skip
-    with paths.replacing(directory / "documents.safetensors") as temporary:
+    with files.replacing(directory / "documents.safetensors") as temporary:
         save_file(ids, temporary)
     about = {"key": run.key, "preset": run.preset, "method": run.name, **provenance()}
-    paths.write_text(path, json.dumps({**about, **ours}, indent=1))
+    files.write_text(path, json.dumps({**about, **ours}, indent=1))
 
 
 def _differences(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
@@ -229,7 +229,7 @@ def write_result(run: config.Run, directory: Path) -> None:
     ]
     totals = {name: sum(record[name] for record in records) for name in ("epochs", *SPENT)}
     text = json.dumps({"key": run.key, "cycles": cycles, **totals}, indent=1)
-    paths.write_text(directory / "result.json", text)
+    files.write_text(directory / "result.json", text)
 
 
 # --- reading -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm import tqdm
 
-from q0lib import config, corpus, distill, optim, paths, population, schedule
+from q0lib import config, corpus, distill, files, optim, population, schedule
 from q0lib.model import GPT, forward_flops, layer_passes, parameter_count
 
 # What a random draw is for; part of its seed, so that no two uses share a stream.
@@ -345,7 +345,7 @@ class Trajectory:
             "average": self.average,
             "newest": None if self.newest is None else self.newest.state_dict(),
         }
-        with paths.replacing(self._checkpoint) as temporary:
+        with files.replacing(self._checkpoint) as temporary:
             torch.save(state, temporary)
 
     def _read(self, checkpoint: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from q0lib import config
+from q0lib import config, presets
 
 
 def test_numbers_that_arrive_as_strings_are_cast_or_refused():
@@ -25,27 +25,27 @@ def test_numbers_that_arrive_as_strings_are_cast_or_refused():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: config.preset("tiny"), r"unknown preset 'tiny', known: quick, cpu, gpu, paper"),
-        (lambda: config.preset("quick", overrides=["q0.aplha=1"]), r"unknown field q0\.aplha"),
-        (lambda: config.preset("quick", overrides=["q1.alpha=1"]), r"unknown section 'q1'"),
-        (lambda: config.preset("quick", overrides=["alpha"]), r"section\.field=value"),
-        (lambda: config.preset("quick", overrides=["q0.alpha=2"]), r"alpha must be between 0 and"),
-        (lambda: config.preset("quick", seed=-1), r"seed must be >= 0, got -1"),
-        (lambda: config.preset("quick").run("q9"), r"unknown method 'q9'"),
-        (lambda: config.preset("quick").run("q0", 0), r"epochs must be > 0, got 0"),
-        (lambda: config.preset("quick").run("q0", -4), r"epochs must be > 0, got -4"),
-        (lambda: config.preset("quick").run("q0", 3), r"multiples of 2 epochs, got 3"),
+        (lambda: presets.load("tiny"), r"unknown preset 'tiny', known: quick, cpu, gpu, paper"),
+        (lambda: presets.load("quick", overrides=["q0.aplha=1"]), r"unknown field q0\.aplha"),
+        (lambda: presets.load("quick", overrides=["q1.alpha=1"]), r"unknown section 'q1'"),
+        (lambda: presets.load("quick", overrides=["alpha"]), r"section\.field=value"),
+        (lambda: presets.load("quick", overrides=["q0.alpha=2"]), r"alpha must be between 0 and"),
+        (lambda: presets.load("quick", seed=-1), r"seed must be >= 0, got -1"),
+        (lambda: presets.load("quick").run("q9"), r"unknown method 'q9'"),
+        (lambda: presets.load("quick").run("q0", 0), r"epochs must be > 0, got 0"),
+        (lambda: presets.load("quick").run("q0", -4), r"epochs must be > 0, got -4"),
+        (lambda: presets.load("quick").run("q0", 3), r"multiples of 2 epochs, got 3"),
         (lambda: config.Method(epochs_per_cycle=0), r"exactly one of trajectories, cycles"),
         (lambda: config.Method(epochs_per_cycle=-1), r"epochs_per_cycle must be >= 0, got -1"),
         (lambda: config.Method(temperature=0), r"temperature must be > 0, got 0"),
         (lambda: config.Method(tail=1.5), r"tail must be between 0 and 1, got 1\.5"),
         (lambda: config.Model(heads=3, width=64), r"heads must be such that"),
-        (lambda: config.preset("quick", overrides="q0.alpha=1"), r"must be a list of section"),
-        (lambda: config.preset("quick", overrides=["corpus.fitness_tokens=100"]),
+        (lambda: presets.load("quick", overrides="q0.alpha=1"), r"must be a list of section"),
+        (lambda: presets.load("quick", overrides=["corpus.fitness_tokens=100"]),
          r"corpus\.fitness_tokens must be > model\.context \(128\), got 100"),
         (lambda: config.Corpus(vocab_size=100), r"vocab_size must be >= 257"),
-        (lambda: config.preset("quick", overrides=["q0.batch_tokens=1000"]), r"whole sequences"),
-        (lambda: config.preset("quick", overrides=["corpus.vocab_size=9999"]), r"must be >= corp"),
+        (lambda: presets.load("quick", overrides=["q0.batch_tokens=1000"]), r"whole sequences"),
+        (lambda: presets.load("quick", overrides=["corpus.vocab_size=9999"]), r"must be >= corp"),
     ],
 )  # fmt: skip
 def test_bad_values_get_one_clear_sentence(build, words):
@@ -54,7 +54,7 @@ def test_bad_values_get_one_clear_sentence(build, words):
 
 
 def test_budget_resolves_the_open_size():
-    study = config.preset("cpu")
+    study = presets.load("cpu")
     tau = study.methods["ensemble"].epochs_per_cycle
     q0, ensemble = study.run("q0", 64), study.run("ensemble", 4 * tau)
     single = study.run("single", 24)
@@ -65,19 +65,17 @@ def test_budget_resolves_the_open_size():
 
 
 def test_key_names_what_decides_and_nothing_else():
-    study = config.preset("cpu")
+    study = presets.load("cpu")
     key = study.run("q0", 64).key
     assert study.run("q0", 128).key == key, "a longer run contains the shorter one"
-    elsewhere = config.preset("cpu", overrides=["runtime.threads=2", "runtime.keep_weights=true"])
+    elsewhere = presets.load("cpu", overrides=["runtime.threads=2", "runtime.keep_weights=true"])
     assert elsewhere.run("q0", 64).key == key
-    assert config.preset("cpu", seed=1).run("q0", 64).key != key
+    assert presets.load("cpu", seed=1).run("q0", 64).key != key
     for change in ("q0.alpha=0.4", "model.layers=5", "corpus.train_tokens=60000",
                    "study.precision=fp32"):  # fmt: skip
-        assert config.preset("cpu", overrides=[change]).run("q0", 64).key != key, change
+        assert presets.load("cpu", overrides=[change]).run("q0", 64).key != key, change
     assert study.run("single", 8).key != study.run("single", 16).key
-    two, four = (
-        config.preset("cpu", overrides=[f"tail.cycles={n}"]).run("tail", n) for n in (2, 4)
-    )
+    two, four = (presets.load("cpu", overrides=[f"tail.cycles={n}"]).run("tail", n) for n in (2, 4))
     assert two.method.epochs_per_cycle == four.method.epochs_per_cycle
     assert two.key != four.key, "a tail's snapshots stand elsewhere when there are more of them"
 
@@ -85,14 +83,14 @@ def test_key_names_what_decides_and_nothing_else():
 def test_keys_outlive_a_release():
     """Committed tables name runs by their keys: a field added at its default must not move them."""
     defaults = dataclasses.replace(
-        config.preset("cpu"), corpus=config.Corpus(), methods={"q0": config.Method()}
+        presets.load("cpu"), corpus=config.Corpus(), methods={"q0": config.Method()}
     )
     assert defaults.run("q0", 64).key == "3cc0e36544a7"
 
 
 @pytest.mark.parametrize("name", ["quick", "cpu", "gpu", "paper"])
 def test_baselines_differ_from_each_other_by_teacher_and_extent_alone(name):
-    methods = config.preset(name).methods
+    methods = presets.load(name).methods
     ensemble = dataclasses.asdict(methods["ensemble"])
     distilled = dataclasses.asdict(methods["distilled_ensemble"])
     changed = {field for field in ensemble if ensemble[field] != distilled[field]}
@@ -103,7 +101,7 @@ def test_baselines_differ_from_each_other_by_teacher_and_extent_alone(name):
 
 
 def test_paper_preset_is_the_papers():
-    study = config.preset("paper")
+    study = presets.load("paper")
     q0, base = study.methods["q0"], study.methods["ensemble"]
     assert (q0.alpha, q0.temperature, q0.distill_after) == (0.45, 1.2, 8)
     assert (q0.lr_floor, q0.wd_floor, q0.epochs_per_cycle) == (0.08, 0.7, 2)
@@ -120,5 +118,5 @@ def test_paper_preset_is_the_papers():
 
 
 def test_fractions_of_an_epoch_are_budgets_too():
-    study = config.preset("quick", overrides=["q0.epochs_per_cycle=0.1"])
+    study = presets.load("quick", overrides=["q0.epochs_per_cycle=0.1"])
     assert study.run("q0", 0.3).cycles == 3

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import tiny_study
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_study
 
 from q0lib import config, corpus
 

@@ -8,24 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from q0lib import efficiency, published
+from q0lib import efficiency, presets
+from q0lib.study import paper
 
 BUDGET = 100_000_000
-DOWNSTREAM = published.load("table2_downstream")
+DOWNSTREAM = paper.load("table2_downstream")
 
 
 def published_curve(name: str) -> tuple[pd.Series, pd.Series]:
-    wide = published.load("figure2_epoch_curves")
+    wide = paper.load("figure2_epoch_curves")
     return wide["total_epochs"], wide[name]
 
 
 def loss_efficiency(value):
-    table = published.load("table5_reference_loss")
+    table = paper.load("table5_reference_loss")
     return efficiency.data_efficiency(value, table["tokens"], table["val_loss"], BUDGET)
 
 
 def task_curve(task: str) -> tuple[pd.Series, pd.Series]:
-    table = published.load("table6_reference_accuracy")
+    table = paper.load("table6_reference_accuracy")
     return table["tokens"], table[task]
 
 
@@ -41,7 +42,7 @@ def test_epochs_to_match_the_ensemble_at_the_best_k():
 def test_epochs_to_match_the_ensemble_at_k_8():
     matched = efficiency.matched_epochs(*published_curve("q0_k8"), 3.0476)
     assert 66 <= matched <= 67
-    found = efficiency.crossings(published.epoch_curves()).set_index("method").loc["q0_k8"]
+    found = efficiency.crossings(paper.figure2_curves()).set_index("method").loc["q0_k8"]
     assert 256 / found["latest"] < 3.8 < 256 / found["earliest"]  # the paper's, as the figure reads
 
 
@@ -53,7 +54,7 @@ def test_data_efficiency_on_loss(loss, ratio):
 
 
 def test_table_1_prints_what_we_compute():
-    for row in published.load("table1_main").to_dict("records"):
+    for row in paper.load("table1_main").to_dict("records"):
         assert loss_efficiency(row["val_loss"]) == pytest.approx(row["data_efficiency"], abs=0.001)
 
 
@@ -74,7 +75,7 @@ def test_the_multipliers_of_table_2_are_the_ones_printed():
 
 
 def test_the_reference_codes_coarser_curve_gives_its_ratios():
-    table = published.load("repo_reference_loss_by_size")
+    table = paper.load("repo_reference_loss_by_size")
     best = table[["d12", "d20", "d26"]].min(axis=1)
     for loss, ratio in ((3.003, 12.8), (2.987, 13.8)):
         found = efficiency.data_efficiency(loss, table["tokens"], best, BUDGET)
@@ -134,7 +135,7 @@ def test_a_crossing_in_words():
 
 
 def test_crossings_of_a_frame():
-    found = efficiency.crossings(published.epoch_curves()).set_index("method")
+    found = efficiency.crossings(paper.figure2_curves()).set_index("method")
     assert list(found.index) == ["q0_k8", "q0", "single"]
     assert set(found["target"]) == {3.0476}
     assert set(found["reference_cost"]) == {256}
@@ -145,7 +146,7 @@ def test_crossings_of_a_frame():
 
 
 def test_crossings_take_rows_in_any_order_and_no_error_columns():
-    frame = published.epoch_curves().drop(columns=["low", "high"])
+    frame = paper.figure2_curves().drop(columns=["low", "high"])
     found = efficiency.crossings(frame.sample(frac=1, random_state=1)).set_index("method")
     for name in ("matched", "earliest", "latest"):
         assert found[name]["q0"] == pytest.approx(55.4815, abs=1e-4)
@@ -357,9 +358,9 @@ def test_bad_intervals_are_refused():
 
 def test_compute_counts_agree_with_the_models_own():
     """Two ways to count: from a table of numbers, as the paper gives them, and from the weights."""
-    from q0lib import config, model
+    from q0lib import model
 
-    paper = config.preset("paper").model
+    paper = presets.load("paper").model
     assert efficiency.layer_passes(30, 10, 5) == len(model.layer_passes(paper))
     assert efficiency.attention_span(2048, 1024) == pytest.approx(model._keys_seen(2048, 1024))
     assert efficiency.attention_span(2048) == pytest.approx(model._keys_seen(2048, 2048))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from q0lib import config, optim
+from q0lib import config, optim, presets
 from q0lib.model import (
     GPT,
     attention,
@@ -41,13 +41,13 @@ def test_paper_preset_has_the_references_parameters():
     scalars = 2 * layers + layers // 2
     one_more_block = 2 * width * width + block
     by_hand = 2 * vocab * width + layers * block + value_layers + scalars + one_more_block
-    study = config.preset("paper")
+    study = presets.load("paper")
     assert mlp_width(study.model) == hidden
     assert parameter_count(study.model) == by_hand == 1_870_149_003
 
 
 def test_layers_loop_in_place():
-    model = config.preset("paper").model
+    model = presets.load("paper").model
     assert len(layer_passes(model)) == 20 + 10 * 5  # the paper counts 70 passes forward
     assert layer_passes(model)[13:17] == [13, 14, 15, 16]
     assert layer_passes(model)[24:27] == [24, 15, 16]

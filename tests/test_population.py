@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_study, with_runtime
 from safetensors.torch import load_file, save_file
+from tiny import tiny_study, with_runtime
 
-from q0lib import config, corpus, paths, population, trajectory
+from q0lib import config, corpus, files, population, trajectory
 from q0lib.model import GPT
 
 
@@ -87,10 +87,10 @@ def test_weights_load_strictly(trained, tmp_path):
 
 def test_a_failed_write_keeps_the_old_file_and_no_scraps(tmp_path):
     target = tmp_path / "sub" / "a.txt"
-    paths.write_text(target, "first")
+    files.write_text(target, "first")
 
     def failing() -> None:
-        with paths.replacing(target) as temporary:
+        with files.replacing(target) as temporary:
             temporary.write_text("sec")
             raise OSError(28, "No space left on device")
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import operator
 import re
 import subprocess
 import sys
@@ -13,9 +14,22 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from q0lib import evidence, experiments, paths, publish, results
+from q0lib import paths
+from q0lib.study import plan
+from q0lib.study.tables import ablations, store
+from q0lib.sweeps import refresh
 
-MODULES = {path.stem: path for path in (paths.ROOT / "q0lib").glob("*.py")}
+MODULES = {  # dotted name: path; a folder's own module has the folder's name
+    ".".join(path.relative_to(paths.ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (paths.ROOT / "q0lib").rglob("*.py")
+}
+# What each folder may import; "" is the method, q0lib itself.
+ARROWS = {
+    "": {""},
+    "plots": {"", "plots"},
+    "sweeps": {"", "sweeps"},
+    "study": {"", "plots", "sweeps", "study"},
+}
 
 
 def environment() -> dict[str, str]:
@@ -44,32 +58,47 @@ def test_every_line_of_the_environment_says_why():
 
 
 def q0_imports(path) -> set[str]:
-    """The project's modules that a module imports, anywhere in it."""
+    """The project's modules that a module imports, anywhere in it, by dotted name."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "q0lib":
-            found |= {alias.name for alias in node.names if alias.name in MODULES}
-        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("q0lib."):
-            found.add(str(node.module).removeprefix("q0lib."))
-    return found
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return found & set(MODULES)
+
+
+def room(module: str) -> str:
+    """The folder of a module: "" for the method, else plots, sweeps or study."""
+    inside = module.removeprefix("q0lib").strip(".").partition(".")[0]
+    return inside if inside in ARROWS else ""
 
 
 def test_rooms_import_one_way():
-    imports = {name: q0_imports(path) for name, path in MODULES.items()}
-    for room in ("paths", "prior", "efficiency"):
-        assert imports[room] == set(), f"{room} takes arrays and numbers, and knows no other room"
-    for room in ("schedule", "allocation"):
-        assert imports[room] <= {"config", "schedule"}
-    done: set[str] = set()
-    while ready := {n for n, needs in imports.items() if n not in done and needs <= done}:
+    imports = {name: q0_imports(path) - {"q0lib"} for name, path in MODULES.items()}
+    for name, needs in imports.items():
+        for other in needs:
+            assert room(other) in ARROWS[room(name)], f"{name} must not import {other}"
+    pure = {"prior": set(), "efficiency": set(), "schedule": set(), "allocation": set(),
+            "ensemble": {"q0lib.prior"}, "paths": set()}  # fmt: skip
+    for name, allowed in pure.items():
+        assert imports[f"q0lib.{name}"] <= allowed, f"{name} takes arrays and numbers"
+    tables = {name for name in MODULES if name.startswith("q0lib.study.tables")}
+    assert not any(room(other) == "plots" for name in tables for other in imports[name])
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    done: set[str] = set(folders)
+    left = {name: needs for name, needs in imports.items() if name not in folders}
+    while ready := {n for n, needs in left.items() if n not in done and needs <= done}:
         done |= ready
     assert done == set(imports), f"a cycle among {sorted(set(imports) - done)}"
 
 
 def test_import_changes_nothing():
+    names = ", ".join(name for name in sorted(MODULES) if "__main__" not in name)
     program = (
         "import sys, signal, torch; threads = torch.get_num_threads()\n"
-        f"import {', '.join(f'q0lib.{name}' for name in sorted(MODULES) if name != '__init__')}\n"
+        f"import {names}\n"
         "assert torch.get_num_threads() == threads\n"
         "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
         "assert 'matplotlib.pyplot' not in sys.modules, 'no backend is chosen at import'\n"
@@ -78,9 +107,9 @@ def test_import_changes_nothing():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("notebook", publish.narratives(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", refresh.narratives(), ids=lambda path: path.stem)
 def test_committed_notebooks_are_what_their_code_and_tables_give(notebook):
-    assert publish.stale(notebook) is None
+    assert refresh.stale(notebook) is None
 
 
 @pytest.mark.parametrize("path", sorted(paths.NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
@@ -88,25 +117,36 @@ def test_notebooks_call_what_the_library_has(path):
     """A stale notebook is found by the test above, but one that runs on request only by none."""
     cells = nbformat.read(path, as_version=4).cells
     tree = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
-    rooms = {
-        alias.name: importlib.import_module(f"q0lib.{alias.name}")
+    called = {
+        alias.asname or alias.name: importlib.import_module(f"{node.module}.{alias.name}")
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "q0lib"
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.name in MODULES
+        if f"{node.module}.{alias.name}" in MODULES
     }
-    assert rooms
-    asked = {
-        (node.value.id, node.attr)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    missing = [f"{room}.{name}" for room, name in asked
-               if room in rooms and not hasattr(rooms[room], name)]  # fmt: skip
+    assert called
+
+    def lacks(node: ast.expr) -> bool:
+        try:
+            operator.attrgetter(ast.unparse(node).partition(".")[2])(called[root(node)])
+        except AttributeError:
+            return True
+        return False
+
+    def root(node: ast.expr) -> str:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else ""
+
+    asked = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    missing = [ast.unparse(node) for node in asked if root(node) in called and lacks(node)]
     assert missing == []
 
 
-@pytest.mark.parametrize("module", ["campaign", "sweep", "study", "publish", "bench", "variations"])
+@pytest.mark.parametrize(
+    "module",
+    ["study", "study.runs", "study.prior_variations", "sweeps", "sweeps.refresh", "bench"],
+)
 def test_help_exits_at_once(module):
     result = subprocess.run(
         [sys.executable, "-m", f"q0lib.{module}", "--help"], capture_output=True, text=True
@@ -122,17 +162,17 @@ def test_readme_names_only_commands_and_files_that_exist():
     assert {"study", "test"} <= set(re.findall(r"make ([a-z]+)", readme))
     for name in re.findall(r"\]\(([^)#:]+)\)", readme):
         assert (paths.ROOT / name).exists(), name
-    for module in re.findall(r"python -m q0lib\.([a-z_]+)", readme):
+    for module in re.findall(r"python -m (q0lib[a-z_.]*[a-z])", readme):
         assert module in MODULES
 
 
 def test_the_readmes_table_is_that_of_the_study():
     folder = paths.RESULTS / "cpu"
-    summary = results.read(folder / "summary.csv").set_index("metric")
-    snapshots = results.read(folder / "snapshots.csv")
-    curves = results.read(folder / "epoch_efficiency.csv", method=["ensemble"])
-    leads = evidence.leads(snapshots, curves).set_index(["method", "axis"])
-    undistilled = leads.loc[(experiments.UNDISTILLED, "flops")]
+    summary = store.read(folder / "summary.csv").set_index("metric")
+    snapshots = store.read(folder / "snapshots.csv")
+    curves = store.read(folder / "epoch_efficiency.csv", method=["ensemble"])
+    leads = ablations.leads(snapshots, curves).set_index(["method", "axis"])
+    undistilled = leads.loc[(plan.UNDISTILLED, "flops")]
     named = {
         "epochs than the ensemble of 256, at its best K": "epoch_efficiency_best_k",
         "... at the ensemble's own K = 8, by the paper's cut": "epoch_efficiency_k8",

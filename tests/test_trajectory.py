@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import some_messages, tiny_study, with_runtime
 from safetensors.torch import load_file
+from tiny import some_messages, tiny_study, with_runtime
 from tqdm import tqdm
 
 from q0lib import corpus, optim, population, trajectory
@@ -418,11 +418,11 @@ def test_threads_and_signal_handlers_are_given_back(text, tmp_path):
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import conftest
-conftest.some_messages = lambda: sys.argv[2]
+import tiny
+tiny.some_messages = lambda: sys.argv[2]
 from pathlib import Path
 from q0lib import corpus, trajectory
-study = conftest.tiny_study()
+study = tiny.tiny_study()
 text = corpus.load(study.corpus, Path(sys.argv[3]) / "cache")
 trajectory.train_population(study.run("q0", 400), text, directory=Path(sys.argv[3]) / "run")
 """
