@@ -9,9 +9,12 @@ several repeats, since other work on the machine only ever slows a repeat down.
 
 import argparse
 import dataclasses
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -19,7 +22,18 @@ import torch
 import torch.nn.functional as F
 from tokenizers.models import BPE
 
-from q0lib import config, corpus, distill, population, presets, prior, trajectory
+from q0lib import (
+    config,
+    corpus,
+    distill,
+    evaluate,
+    files,
+    presets,
+    prior,
+    provenance,
+    train,
+    trajectory,
+)
 from q0lib.model import attention, causal_mask, forward_flops
 
 
@@ -55,11 +69,9 @@ def training(study: config.Preset, seconds: float) -> list[tuple[str, float, flo
     rows = []
     for name, distill_after in (("training", 10**6), ("training with a teacher", 0)):
         method = dataclasses.replace(run.method, distill_after=distill_after)
-        one = trajectory.Trajectory(
-            dataclasses.replace(run, method=method, cycles=1), 0, text, run.directory / "none"
-        )
+        one = trajectory.Trajectory(dataclasses.replace(run, method=method, cycles=1), 0, text)
         if not distill_after:
-            one.newest = distill.frozen_teacher(one.model, one.dtype)
+            one.newest = distill.Teacher([one.model], dtype=one.dtype)
 
         def step(one: trajectory.Trajectory = one) -> None:
             one.step = 0
@@ -70,7 +82,7 @@ def training(study: config.Preset, seconds: float) -> list[tuple[str, float, flo
         took = best_seconds(step, seconds)
         rows.append((name, tokens / took, flops / took))
     took = best_seconds(
-        lambda: population.held_out_log_probs(one.model, text["test"], one.dtype), seconds
+        lambda: evaluate.held_out_log_probs(one.model, text["test"], one.dtype), seconds
     )
     scored = corpus.held_out_rows(text["test"].tokens, run.model.context) * run.model.context
     rows.append(("evaluation", scored / took, scored * forward_flops(run.model) / took))
@@ -98,7 +110,8 @@ def choices(model: config.Model, batch_tokens: int, seconds: float) -> list[tupl
     hidden = torch.randn(batch_tokens, model.width, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(model.vocab_size, model.width, requires_grad=True)
     targets = torch.randint(model.vocab_size, (batch_tokens,))
-    lesson = distill.Distillation(hidden.detach(), head.detach(), 0.45, 1.2)
+    states = [(hidden.detach(), head.detach(), 15.0)]
+    lesson = distill.Distillation(distill.Mixture(states, [0.0]), 0.45, 1.2)
 
     def attend(function: Callable[..., torch.Tensor], *args: object) -> Callable[[], object]:
         return lambda: torch.autograd.grad(function(q, k, v, *args), (q, k, v), grad)
@@ -120,7 +133,7 @@ def choices(model: config.Model, batch_tokens: int, seconds: float) -> list[tupl
                 return ce
             t = teacher.temperature
             with torch.no_grad():
-                taught = (logits(teacher.hidden) / t).log_softmax(-1)
+                taught = (logits(hidden.detach()) / t).log_softmax(-1)
             kl = F.kl_div((student / t).log_softmax(-1), taught, log_target=True,
                           reduction="batchmean")  # fmt: skip
             return (1 - teacher.alpha) * ce + teacher.alpha * t**2 * kl
@@ -166,11 +179,41 @@ def priors(sizes: Sequence[int], tokens: int) -> list[tuple[int, str, float, flo
     return rows
 
 
+def reading(sizes: Sequence[int], tokens: int) -> list[tuple[int, float, float, float]]:
+    """(members, GB on disk, seconds, peak GB in memory) of opening a population and mixing it.
+
+    The rows are made up and each size is read by a process of its own, whose peak is its own.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(0)
+        paths = [Path(folder, f"{member}.safetensors") for member in range(max(sizes))]
+        for path in paths:
+            files.save_tensors(path, {"test": -torch.from_numpy(rng.gamma(2, 1.5, tokens)).float()})
+        for members in sizes:
+            task = [sys.executable, "-c", _READ, *map(str, paths[:members])]
+            said = subprocess.run(task, check=True, capture_output=True, text=True).stdout.split()
+            found.append((members, 4e-9 * members * tokens, float(said[0]), float(said[1]) / 1e6))
+    return found
+
+
+_READ = """
+import resource, sys, time
+from pathlib import Path
+import numpy as np
+from q0lib import ensemble, files, rows
+started = time.perf_counter()
+P = rows.probabilities([files.open_tensors(Path(path))[0]["test"] for path in sys.argv[1:]])
+ensemble.mixture_nll(np.full(len(P), 1 / len(P)), P)
+print(time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
 def report(study: config.Preset, seconds: float) -> None:
     """Print everything, a section at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if study.precision == "bf16" else torch.float32
-    made = population.provenance()
+    made = provenance.provenance()
     print(f"{made['processor']}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)")
     peak = matmul_peak(dtype, device, seconds)
     print(f"\nmatrix product, {study.precision}: {peak / 1e9:.0f} GFLOP/s = 100%")
@@ -185,12 +228,15 @@ def report(study: config.Preset, seconds: float) -> None:
     print("\nprior, 132,000 fitness tokens")
     for members, method, took, gap in priors((32, 128, 480), 132_000):
         print(f"  {members:>4} members  {method:<6}{took:>8.2f} s   gap {gap:.0e} nats")
+    print("\nopening a population and mixing it, 1,000,000 test tokens")
+    for members, disk, took, peak in reading((30, 120, 480), 1_000_000):
+        print(f"  {members:>4} members  {disk:.2f} GB on disk{took:>8.2f} s   peak {peak:.2f} GB")
     print("\nwhat a run of each preset needs (estimated; evaluation not counted)")
     for name in presets.NAMES:
         each = presets.load(name)
         for method in ("q0", "ensemble"):
             run = each.run(method)
-            need = trajectory.estimate(run)
+            need = train.estimate(run)
             print(
                 f"  {name:<6}{method:<9}{run.epochs:>4g} epochs  {need['parameters']:>14,.0f} "
                 f"parameters  {need['flops']:.1e} FLOPs  {need['memory'] / 2**30:>6.2f} GiB"

@@ -1,4 +1,4 @@
-"""The losses, from hidden states to nats per token: cross-entropy, and chain distillation.
+"""The losses, from hidden states to nats per token: cross-entropy, and distillation.
 
 Head, soft cap, softmax and loss run together over chunks of tokens and give the gradient on the
 way, so that logits of [tokens, vocabulary] never exist whole, for the student or the teacher.
@@ -6,25 +6,94 @@ The arithmetic is fp32 whatever the activations' precision.
 """
 
 import copy
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from q0lib.model import GPT
+from q0lib.model import GPT, forward_flops
 
 IGNORED = -100  # a target that counts for nothing
 GPU_CHUNK_ELEMENTS = 1 << 25  # of fp32 logits at a time: 128 MB, enough to keep a GPU busy
 _CHUNK_ELEMENTS = 1 << 17  # of fp32 logits at a time on the CPU: half a megabyte, in a core's cache
 
 
-class Distillation(NamedTuple):
-    """What a student is held to: the teacher's hidden states [N, D] and head [V, D]."""
+class Lesson(Protocol):
+    """What a teacher says of N tokens, a chunk at a time."""
 
-    hidden: Tensor
-    head: Tensor
+    def log_probs(self, part: slice) -> Tensor:
+        """log p of every token of the vocabulary, fp32 [n, V], up to a constant a row; the
+        caller may overwrite it."""
+
+
+class Distillation(NamedTuple):
+    """What a student is held to: a lesson, its share of the loss, and at which temperature."""
+
+    lesson: Lesson
     alpha: float
     temperature: float
+
+
+class Teacher:
+    """Frozen copies of models, whose weighted mixture of probabilities teaches.
+
+    A single snapshot is a mixture of one. The copies share nothing with what goes on training:
+    eval mode, no gradients, weights in `dtype`. Shapes may differ, the vocabulary may not.
+
+    Raises:
+        ValueError: no models, or weights that are not one for each and positive.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[GPT],
+        weights: Sequence[float] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        weights = [1 / len(models)] * len(models) if weights is None else list(weights)
+        if not models or len(weights) != len(models) or not all(w > 0 for w in weights):
+            raise ValueError(
+                f"a teacher needs models and a positive weight for each, got {len(models)} models "
+                f"and weights {weights}"
+            )
+        self.models = [copy.deepcopy(m).to(dtype).eval().requires_grad_(False) for m in models]
+        self.log_weights = [math.log(weight / math.fsum(weights)) for weight in weights]
+        self.dtype = dtype
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that a token of a lesson costs."""
+        return sum(forward_flops(model.config) for model in self.models)
+
+    @torch.no_grad()
+    def lesson(self, inputs: Tensor) -> Lesson:
+        """Run every model over inputs [B, T]; what they say of the B * T next tokens."""
+        states = [
+            (m(inputs, self.dtype).flatten(0, 1), m.head.weight, m.config.softcap)
+            for m in self.models
+        ]
+        return Mixture(states, self.log_weights)
+
+
+class Mixture(NamedTuple):
+    """A lesson from hidden states [N, D_i], heads [V, D_i] and soft caps of each model."""
+
+    states: Sequence[tuple[Tensor, Tensor, float]]
+    log_weights: Sequence[float]
+
+    def log_probs(self, part: slice) -> Tensor:
+        mixed: Tensor | None = None
+        for (hidden, head, softcap), log_weight in zip(self.states, self.log_weights, strict=True):
+            x = hidden[part]
+            said, _ = _capped_logits(x, head.to(x.dtype), softcap)
+            if len(self.states) == 1:
+                return said
+            said = said.log_softmax(1).add_(log_weight)
+            mixed = said if mixed is None else torch.logaddexp(mixed, said, out=mixed)
+        assert mixed is not None, "a teacher has models"
+        return mixed
 
 
 def head_loss(
@@ -82,7 +151,7 @@ class _HeadLoss(torch.autograd.Function):
             grad.scatter_add_(1, target, -hard)
             if teacher is not None:
                 soft = share * (teacher.alpha * teacher.temperature)
-                kl = _add_teacher(grad, soft, logits, teacher, part, softcap)
+                kl = _add_teacher(grad, soft, logits, teacher, part)
                 loss += (soft * kl).sum() * teacher.temperature
             if slope is not None:
                 grad.mul_(slope)
@@ -125,15 +194,13 @@ def _capped_logits(
 
 
 def _add_teacher(
-    grad: Tensor, soft: Tensor, logits: Tensor, teacher: Distillation, part: slice, softcap: float
+    grad: Tensor, soft: Tensor, logits: Tensor, teacher: Distillation, part: slice
 ) -> Tensor:
     """Add soft * (student - teacher) to `grad` and give KL(teacher || student), nats [n, 1].
 
     Both distributions are at the teacher's temperature; `logits` are overwritten.
     """
-    hidden = teacher.hidden[part]
-    theirs, _ = _capped_logits(hidden, teacher.head.to(hidden.dtype), softcap)
-    theirs.div_(teacher.temperature)
+    theirs = teacher.lesson.log_probs(part).div_(teacher.temperature)
     logits.div_(teacher.temperature)
     p, q = logits.exp(), theirs.exp()
     p_sum, q_sum = p.sum(1, keepdim=True), q.sum(1, keepdim=True)
@@ -155,9 +222,3 @@ def token_log_probs(
         chosen = capped.gather(1, targets[part].unsqueeze(1)).squeeze(1)
         parts.append(chosen - capped.logsumexp(-1))
     return torch.cat(parts)
-
-
-def frozen_teacher(model: GPT, dtype: torch.dtype = torch.float32) -> GPT:
-    """A deterministic copy in `dtype` that shares nothing with the student: eval mode, no
-    gradients."""
-    return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)

@@ -30,9 +30,9 @@ def mixture_log_probs(weights: np.ndarray, P: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: P is not a matrix of probabilities, or the weights are not weights over M.
     """
-    P = check_probabilities(P)
     weights = check_weights(weights, len(P))
     members = np.flatnonzero(weights)
+    P = check_probabilities(P, members)
     log_probs = np.empty(P.shape[1])
     for tokens in blocks(len(members), P.shape[1]):
         log_probs[tokens] = np.log(weights[members] @ read_block(P, tokens, members))

@@ -225,6 +225,14 @@ class GPT(nn.Module):
             kept[layer] = x
         return norm(x)
 
+    def logits(self, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Next-token logits, soft-capped, fp32 [B, T, V]; their softmax is what the model says.
+
+        Whole logits are for reading and generating; the losses in `distill` never hold them.
+        """
+        logits, cap = self.head(self(tokens, dtype)).float(), self.config.softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
     def forward_next(self, hidden: Tensor, following: Tensor, drop: float = 0.0) -> Tensor:
         """Hidden states [B, T, width] from which the head predicts the token after next.
 

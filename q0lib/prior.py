@@ -7,7 +7,8 @@ can lower the loss by more than `max_i log mean_t(P[i, t] / q[t])`: the *gap*, w
 reports. Source: "q0", learned prior (softmax weights by AdamW, the K largest renormalised); the
 exact fit and the other ways to choose are this study's.
 
-P may be float32 or float64, in memory or a memory map: it is read a block of tokens at a time.
+P may be float32 or float64, an array, a memory map, or anything else that reads P[members, tokens]
+and has a shape and dtype (such as `rows.Rows`): it is read a block of tokens at a time.
 A probability below `FLOOR` counts as `FLOOR`, so a token that no member covers costs 69.1 nats.
 """
 
@@ -129,7 +130,7 @@ def select_path(
     if method not in get_args(Choice):
         raise ValueError(f"method must be one of {get_args(Choice)}, got {method!r}")
     for k in ks:
-        if not isinstance(k, int | np.integer) or not 1 <= k <= M:
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= M:
             raise ValueError(f"k must be in 1..{M}, the number of members, got {k}")
     if method == "uniform":
         return {k: _equal(M, np.arange(1, k + 1) * M // k - 1, method) for k in ks}
@@ -145,23 +146,30 @@ def select_path(
     return {k: _selection(M, found[k].members, found[k].weights, method) for k in ks}
 
 
-def check_probabilities(P: np.ndarray) -> np.ndarray:
-    """Return P as an array [M, T] of probabilities, or say in a ValueError which member is not."""
-    P = np.asarray(P)
+def check_probabilities(P: np.ndarray, members: np.ndarray | None = None) -> np.ndarray:
+    """Return P as something that reads like an array [M, T] of probabilities, or say in a
+    ValueError which member (of `members`, or of all) is not."""
+    if isinstance(P, np.ma.MaskedArray):
+        raise ValueError("P must be without a mask: leave out the members or tokens that it hides")
+    if not all(hasattr(P, name) for name in ("shape", "ndim", "dtype", "__getitem__")):
+        P = np.asarray(P)
     if P.ndim != 2 or 0 in P.shape:
         raise ValueError(f"P must be [members, tokens], at least one of each, got shape {P.shape}")
     if P.dtype not in (np.float32, np.float64):
         raise ValueError(f"P must be float32 or float64, got {P.dtype}")
-    low, high = np.full(len(P), np.inf), np.full(len(P), -np.inf)
-    for tokens in blocks(*P.shape):
-        low = np.minimum(low, P[:, tokens].min(axis=1))
-        high = np.maximum(high, P[:, tokens].max(axis=1))
-    bad = np.flatnonzero(~((low >= 0) & (high <= 1)))
+    asked = np.arange(len(P)) if members is None else members
+    low, high = np.full(len(asked), np.inf), np.full(len(asked), -np.inf)
+    for tokens in blocks(len(asked), P.shape[1]):
+        block = P[slice(None) if members is None else members, tokens]
+        low = np.minimum(low, block.min(axis=1))
+        high = np.maximum(high, block.max(axis=1))
+    bad = asked[~((low >= 0) & (high <= 1))]
     if len(bad):
         member = bad[0]
-        token = np.flatnonzero(~((P[member] >= 0) & (P[member] <= 1)))[0]
+        row = np.asarray(P[member])
+        token = np.flatnonzero(~((row >= 0) & (row <= 1)))[0]
         raise ValueError(
-            f"P[{member}, {token}] is {P[member, token]}, allowed is 0..1"
+            f"P[{member}, {token}] is {row[token]}, allowed is 0..1"
             f" (members with such values: {', '.join(map(str, bad[:10]))}"
             f"{', ...' if len(bad) > 10 else ''})"
         )
@@ -312,27 +320,40 @@ def _fit_exact(P: np.ndarray, tolerance: float) -> Prior:
 def _originals(P: np.ndarray) -> np.ndarray:
     """The members that are not copies of an earlier one."""
     heads: dict[bytes, list[int]] = {}
-    for i, row in enumerate(P):
-        alike = heads.setdefault(row[:1024].tobytes(), [])
-        if not any(np.array_equal(row, P[j]) for j in alike):
+    for i, head in enumerate(np.asarray(P[:, :1024])):
+        alike = heads.setdefault(head.tobytes(), [])
+        if not any(np.array_equal(P[i], P[j]) for j in alike):
             alike.append(i)
     return np.sort(np.concatenate([np.array(alike) for alike in heads.values()]))
 
 
 def _fit_adamw(P: np.ndarray, seed: int) -> Prior:
-    rows = torch.from_numpy(np.require(P, requirements=["C", "W"]))
-    start = torch.randn(len(P), generator=torch.Generator().manual_seed(seed))
-    logits = (1e-4 * start).to(rows.dtype).requires_grad_()
-    optimizer = torch.optim.AdamW([logits], lr=0.5, weight_decay=0.0)
-    for _ in range(300):
-        optimizer.zero_grad()
-        mixture = torch.softmax(logits, dim=0) @ rows
-        (-torch.log(mixture.clamp(min=FLOOR)).mean()).backward()
-        torch.nn.utils.clip_grad_norm_([logits], 1.0)
-        optimizer.step()
-    weights = torch.softmax(logits.detach().double(), dim=0).numpy()
+    """The paper's fit, in NumPy: of M-vectors and two products with P a step, PyTorch's own
+    overhead would be nine tenths. `tests/test_prior.py` holds it to torch.optim.AdamW."""
+    rows = np.ascontiguousarray(P)
+    M, T = rows.shape
+    start = torch.randn(M, generator=torch.Generator().manual_seed(seed))  # the reference's draw
+    logits = 1e-4 * start.numpy().astype(np.float64)
+    mean, square = np.zeros(M), np.zeros(M)
+    fast, slow, rate, epsilon = 0.9, 0.999, 0.5, 1e-8  # AdamW's betas, lr and eps; no decay
+    for step in range(1, 301):
+        weights = _softmax(logits)
+        mixture = weights.astype(rows.dtype) @ rows
+        # The clamp's gradient is 0 below the floor, as torch's is.
+        slopes = -(rows @ np.where(mixture >= FLOOR, 1 / np.maximum(mixture, FLOOR), 0)) / T
+        gradient = weights * (slopes - weights @ slopes)
+        gradient *= min(1.0, 1.0 / (np.linalg.norm(gradient) + 1e-6))
+        mean = fast * mean + (1 - fast) * gradient
+        square = slow * square + (1 - slow) * gradient**2
+        scale = np.sqrt(square / (1 - slow**step)) + epsilon
+        logits -= rate / (1 - fast**step) * mean / scale
+    weights = _softmax(logits)
     nll, slopes, _ = _moments(P, weights)
     return Prior(weights, nll, _gap(slopes), 300, "adamw")
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    return _normalised(np.exp(logits - logits.max()))
 
 
 def _greedy(P: np.ndarray, order: np.ndarray, ks: Sequence[int]) -> dict[int, _Mixture]:

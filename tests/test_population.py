@@ -1,5 +1,6 @@
 """The run directory: written whole, read strictly, never believed half-way."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_study, with_runtime
 
-from q0lib import config, corpus, files, population, trajectory
+from q0lib import config, corpus, ensemble, evaluate, files, population, prior, rows, train
 from q0lib.model import GPT
 
 
@@ -16,7 +17,7 @@ from q0lib.model import GPT
 def trained(text, tmp_path_factory):
     run = with_runtime(tiny_study().run("q0", 6), keep_weights=True)
     folder = tmp_path_factory.mktemp("run")
-    return run, trajectory.train_population(run, text, directory=folder, progress=False), folder
+    return run, train.train_population(run, text, directory=folder, progress=False), folder
 
 
 def test_rows_and_records(trained, text):
@@ -103,7 +104,133 @@ def test_a_failed_write_keeps_the_old_file_and_no_scraps(tmp_path):
 def test_scoring_leaves_the_student_in_training_mode(text):
     model = config.Model(vocab_size=300, context=32, layers=2, width=32, heads=2)
     net = GPT(model).initialise(torch.Generator().manual_seed(0)).train()
-    first = population.held_out_log_probs(net, text["test"], torch.float32)
-    second = population.held_out_log_probs(net, text["test"], torch.float32, batch=1)
+    first = evaluate.held_out_log_probs(net, text["test"], torch.float32)
+    second = evaluate.held_out_log_probs(net, text["test"], torch.float32, batch=1)
     assert net.training
     torch.testing.assert_close(first, second)
+
+
+@pytest.fixture
+def kept(text, tmp_path):
+    """A population whose weights were kept, in a folder that is all that is known of it."""
+    run = with_runtime(tiny_study().run("q0", 6), keep_weights=True)
+    train.train_population(run, text, directory=tmp_path / "run", progress=False)
+    return tmp_path / "run"
+
+
+def test_a_run_directory_explains_itself(text, kept):
+    """From its path alone: what was trained, on which tokens, every member as a model."""
+    found = population.Population.open(kept)
+    assert (found.run.trajectories, found.run.cycles, found.run.key) == (1, 3, kept_key(kept))
+    assert found.run.method == tiny_study().run("q0", 6).method
+    split = text["test"].tokens[:33].astype(np.int64)
+    assert found.tokenizer.encode("A message.").ids == text.tokenizer.encode("A message.").ids
+    log_p = found.model(1).logits(torch.from_numpy(split[None, :-1])).log_softmax(-1)
+    said = log_p[0].gather(1, torch.from_numpy(split[1:, None]))[:, 0].exp()
+    np.testing.assert_allclose(said.detach(), found.P["test"][1, :32], rtol=0.1)  # of bf16
+    assert len(population.Population.open(kept, cycles=2)) == 2
+    with pytest.raises(FileNotFoundError, match="needs 1 trajectories x 9 cycles"):
+        population.Population.open(kept, cycles=9)
+    with pytest.raises(FileNotFoundError, match=r"is no run directory: it has no run\.json"):
+        population.Population.open(kept.parent)
+
+
+def kept_key(folder):
+    return json.loads((folder / "run.json").read_text())["key"]
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens are few")
+def test_how_it_is_mixed_is_saved_beside_it(kept, text, tmp_path):
+    found = population.Population.open(kept)
+    with pytest.raises(FileNotFoundError):
+        _ = found.mixture
+    fit = prior.fit_prior(found.P["fitness"])
+    mixture = found.keep_mixture()
+    assert population.Population.open(kept).mixture == mixture
+    assert mixture.fitness_loss == pytest.approx(fit.nll)
+    weights = dict(zip(mixture.members, mixture.weights, strict=True))
+    for member, weight in enumerate(fit.weights):
+        assert weights.get((0, member), 0.0) == pytest.approx(weight)
+    assert list(mixture.weights) == sorted(mixture.weights, reverse=True)
+    two = found.keep_mixture(prior.select(found.P["fitness"], 2))
+    assert (len(two.members), two.choice, sum(two.weights)) == (2, "greedy", pytest.approx(1))
+    run = tiny_study().run("ensemble", 4)
+    alike = train.train_population(run, text, directory=tmp_path / "e", progress=False)
+    assert alike.keep_mixture().weights == (0.5, 0.5)
+
+
+def test_directories_of_an_earlier_time_are_completed(text, kept):
+    about = json.loads((kept / "run.json").read_text())
+    del about["run"]
+    (kept / "run.json").write_text(json.dumps(about))
+    for name in ("tokenizer.json", "documents.safetensors"):
+        (kept / name).unlink()
+    with pytest.raises(ValueError, match="of an earlier q0lib; train_population adds"):
+        population.Population.open(kept)
+    run = tiny_study().run("q0", 6)
+    with pytest.raises(FileNotFoundError, match=r"documents\.safetensors is not there; train_pop"):
+        population.load(run, kept)
+    train.train_population(run, text, directory=kept, progress=False)
+    assert len(population.Population.open(kept)) == 3
+
+
+def test_damage_is_one_sentence_with_the_file_and_what_to_do(text, kept):
+    run = with_runtime(tiny_study().run("q0", 6), keep_weights=True)
+    flipped, cut = (lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]), (lambda b: b[:-8])
+    for name, damage in (
+        ("t00/c0001.safetensors", flipped), ("t00/c0001.safetensors", cut),
+        ("t00/c0001.weights.safetensors", cut), ("result.json", lambda b: b""),
+        ("documents.safetensors", flipped), ("run.json", cut),
+    ):  # fmt: skip
+        path = kept / name
+        whole = path.read_bytes()
+        path.write_bytes(damage(whole))
+        with pytest.raises(ValueError, match=rf"{path.name} .*delete it and rerun"):
+            train.train_population(run, text, directory=kept, progress=False)
+        path.write_bytes(whole)
+    weights = kept / "t00/c0002.weights.safetensors"
+    weights.write_bytes(flipped(weights.read_bytes()))
+    with pytest.raises(ValueError, match=r"weights\.safetensors is not what was written there"):
+        population.Population.open(kept).model(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*tokens are few")
+def test_rows_that_stay_on_disk_give_what_arrays_give(kept, monkeypatch):
+    held = population.Population.open(kept)
+    monkeypatch.setattr(rows, "HELD", 0)
+    lazy = population.Population.open(kept)
+    for split, P in held.P.items():
+        read = lazy.P[split]
+        assert isinstance(read, rows.Rows)
+        assert (read.shape, len(read), read.dtype) == (P.shape, len(P), P.dtype)
+        np.testing.assert_array_equal(np.asarray(read), P)
+        np.testing.assert_array_equal(read[[2, 0], 5:90:3], P[[2, 0], 5:90:3])
+        np.testing.assert_array_equal(read[-1], P[-1])
+        np.testing.assert_array_equal(read[1, :7], P[1, :7])
+        np.testing.assert_array_equal(read[:, np.arange(P.shape[1]) % 2 == 0], P[:, ::2])
+        mask = np.array([True, False, True])
+        np.testing.assert_array_equal(np.asarray(read[mask]), P[mask])
+    for method in ("exact", "adamw"):
+        one, two = held.fitted(method), lazy.fitted(method)
+        np.testing.assert_allclose(one.weights, two.weights, atol=1e-9)
+    for choice in ("truncate", "greedy", "lowest"):
+        picks = [prior.select(each.P["fitness"], 2, choice) for each in (held, lazy)]
+        assert picks[0].members.tolist() == picks[1].members.tolist()
+    part = lazy.prefix(1, 2)
+    assert ensemble.mixture_nll(np.array([0.5, 0.5]), part.P["test"]) == pytest.approx(
+        -np.log(held.P["test"][:2].mean(0)).mean(), abs=1e-6
+    )
+
+
+def test_each_part_is_fitted_once(kept, monkeypatch):
+    calls = []
+    fit = prior.fit_prior
+    monkeypatch.setattr(prior, "fit_prior", lambda *a: (calls.append(a[1]), fit(*a))[1])
+    found = population.Population.open(kept)
+    for _ in range(2):
+        found.fitted()
+        found.prefix(1, 2).fitted()
+        found.prefix(1, 2).fitted("adamw")
+    assert calls == ["exact", "exact", "adamw"]
+    other = dataclasses.replace(found, P={"fitness": found.P["fitness"][::-1]})
+    assert other.fitted().weights != pytest.approx(found.fitted().weights), "of other rows"

@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -91,6 +92,25 @@ def test_the_papers_fit_is_near_the_optimum_and_repeats():
     assert exact.nll - 1e-6 <= paper.nll <= exact.nll + min(paper.gap, 2e-3)
     assert np.array_equal(paper.weights, fit_prior(P, method="adamw", seed=3).weights)
     assert not np.array_equal(paper.weights, fit_prior(P, method="adamw", seed=4).weights)
+
+
+@pytest.mark.parametrize(("M", "T", "seed"), [(1, 50, 0), (7, 300, 1), (40, 3_000, 2)])
+def test_the_papers_fit_is_that_of_torchs_adamw(M, T, seed):
+    P = population(M, T, seed=seed, drift=1.0)
+    P[:, 3] = 0.0  # a token that nobody covers has no gradient
+    start = torch.randn(M, generator=torch.Generator().manual_seed(seed))
+    logits = (1e-4 * start).requires_grad_()
+    optimizer = torch.optim.AdamW([logits], lr=0.5, weight_decay=0.0)
+    for _ in range(300):
+        optimizer.zero_grad()
+        mixture = torch.softmax(logits, dim=0) @ torch.from_numpy(P)
+        (-torch.log(mixture.clamp(min=FLOOR)).mean()).backward()
+        torch.nn.utils.clip_grad_norm_([logits], 1.0)
+        optimizer.step()
+    theirs = torch.softmax(logits.detach().double(), dim=0).numpy()
+    ours = fit_prior(P, "adamw", seed=seed)
+    assert loss(ours.weights, P) == pytest.approx(loss(theirs, P), abs=1e-6)
+    assert ours.weights == pytest.approx(theirs, abs=1e-3)
 
 
 @settings(deadline=None, max_examples=60)
@@ -267,6 +287,8 @@ def test_a_bad_value_names_its_member(bad):
         (lambda P: fit_prior(P, "newton"), "'exact', 'adamw'.*'newton'"),
         (lambda P: fit_prior(P, tolerance=0), "tolerance must be > 0 nats, got 0"),
         (lambda P: select(P, 0), r"1\.\.5.*got 0"),
+        (lambda P: select(P, True), r"1\.\.5.*got True"),
+        (lambda P: fit_prior(np.ma.masked_less(P, 0.5)), "P must be without a mask"),
         (lambda P: select_path(P, [2, 6], "lowest"), r"1\.\.5.*got 6"),
         (lambda P: select(P, 2, "best"), "'truncate'.*'best'"),
         (lambda P: select(P, 2, prior=fit_prior(P[:3])), r"\[5\], got shape \(3,\)"),

@@ -15,19 +15,19 @@ from safetensors.torch import load_file
 from tiny import some_messages, tiny_study, with_runtime
 from tqdm import tqdm
 
-from q0lib import corpus, optim, population, trajectory
+from q0lib import corpus, distill, evaluate, optim, population, provenance, train, trajectory
 from q0lib.model import GPT
 
 HELD_OUT = corpus.HELD_OUT
 
 
-def train(run, text, directory, stop_at=None):
+def trained(run, text, directory, stop_at=None):
     """Train, stopping after so many steps of this call; returns whether it ran to the end."""
     calls = itertools.count(1)
     population.open_directory(run, directory, text)
     for index in range(run.trajectories):
-        one = trajectory.Trajectory(run, index, text, directory)
-        one.train(run.cycles, lambda: next(calls) == stop_at, tqdm(disable=True))
+        stop = lambda: next(calls) == stop_at  # noqa: E731
+        train.train_trajectory(run, index, text, directory, stop, tqdm(disable=True))
     population.write_result(run, directory)
     return population.load(run, directory)
 
@@ -43,7 +43,7 @@ def same(one: population.Population, two: population.Population) -> bool:
 def uninterrupted(text, tmp_path_factory):
     run = tiny_study().run("q0", 6)
     folder = tmp_path_factory.mktemp("whole")
-    return run, train(run, text, folder), folder
+    return run, trained(run, text, folder), folder
 
 
 # A cycle is 9 steps, an epoch 4.5: mid-epoch, mid-cycle, the last step of a cycle, the first
@@ -51,10 +51,10 @@ def uninterrupted(text, tmp_path_factory):
 @pytest.mark.parametrize("stop_at", [2, 5, 9, 10, 19, 20])
 def test_resume_is_bit_exact_wherever_it_stopped(uninterrupted, text, tmp_path, stop_at):
     run, whole, folder = uninterrupted
-    assert [cycle.steps for cycle in trajectory.plan(run, text)] == [9, 9, 9]
-    with pytest.raises(trajectory.Stopped):
-        train(run, text, tmp_path, stop_at)
-    assert same(train(run, text, tmp_path), whole)
+    assert [cycle.steps for cycle in trajectory.planned_cycles(run, text)] == [9, 9, 9]
+    with pytest.raises(train.Stopped):
+        trained(run, text, tmp_path, stop_at)
+    assert same(trained(run, text, tmp_path), whole)
     states = [torch.load(at / "t00" / "checkpoint.pt", weights_only=True)["model"]
               for at in (folder, tmp_path)]  # fmt: skip
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -62,7 +62,7 @@ def test_resume_is_bit_exact_wherever_it_stopped(uninterrupted, text, tmp_path, 
 
 def test_estimate_foretells_what_training_spends(uninterrupted):
     run, whole, _ = uninterrupted
-    need = trajectory.estimate(run)
+    need = train.estimate(run)
     assert need["parameters"] == sum(p.numel() for p in GPT(run.model).parameters())
     assert need["taught"] == pytest.approx(2 / 3), "two of three cycles have a teacher"
     assert need["tokens"] == pytest.approx(whole.members.tokens.max(), rel=0.1)
@@ -74,11 +74,11 @@ def test_estimate_foretells_what_training_spends(uninterrupted):
 def test_a_longer_run_begins_with_the_shorter_one(uninterrupted, text, tmp_path):
     run, whole, _ = uninterrupted
     short = tiny_study().run("q0", 2)
-    first = train(short, text, tmp_path)
+    first = trained(short, text, tmp_path)
     assert same(whole.prefix(1, 1), first)
-    assert same(train(run, text, tmp_path), whole)
+    assert same(trained(run, text, tmp_path), whole)
     assert population.completed(tmp_path) == [3]
-    again = trajectory.train_population(short, text, directory=tmp_path, progress=False)
+    again = train.train_population(short, text, directory=tmp_path, progress=False)
     assert same(again, first)
     assert population.completed(tmp_path) == [3], "the longer result stays"
 
@@ -86,11 +86,11 @@ def test_a_longer_run_begins_with_the_shorter_one(uninterrupted, text, tmp_path)
 def test_a_lost_member_is_trained_again(uninterrupted, text, tmp_path):
     run, whole, _ = uninterrupted
     again = {"directory": tmp_path, "progress": False}
-    trajectory.train_population(run, text, **again)
+    train.train_population(run, text, **again)
     population.member_path(tmp_path, 0, 1).unlink()
     assert not population.is_complete(run, tmp_path)
-    assert same(trajectory.train_population(run, text, **again), whole)
-    kept = trajectory.train_population(with_runtime(run, keep_weights=True), text, **again)
+    assert same(train.train_population(run, text, **again), whole)
+    kept = train.train_population(with_runtime(run, keep_weights=True), text, **again)
     assert same(kept, whole)
     assert kept.weights_path(2).exists(), "weights asked for later are trained again"
 
@@ -99,14 +99,14 @@ def test_training_members_again_keeps_what_had_come_further(text, tmp_path, monk
     """Weights asked for at a short budget take nothing from a longer run."""
     long, longer = tiny_study().run("q0", 4), tiny_study().run("q0", 6)
     short = with_runtime(tiny_study().run("q0", 2), keep_weights=True)
-    train(long, text, tmp_path)
-    assert train(short, text, tmp_path).weights_path(0).exists()
+    trained(long, text, tmp_path)
+    assert trained(short, text, tmp_path).weights_path(0).exists()
     steps = []
     step = trajectory.Trajectory.train_step
     monkeypatch.setattr(
         trajectory.Trajectory, "train_step", lambda self: (steps.append(self.cycle), step(self))[1]
     )
-    train(longer, text, tmp_path)
+    trained(longer, text, tmp_path)
     assert set(steps) == {2}, "it goes on from the end of the long run"
     assert [path.name for path in tmp_path.glob("t00/checkpoint*")] == ["checkpoint.pt"]
 
@@ -115,8 +115,8 @@ def test_long_and_wide_runs_share_a_directory(text, tmp_path):
     long = tiny_study().run("q0", 6)
     wide = tiny_study(0, "q0.trajectories=2").run("q0", 4)
     assert long.key == wide.key
-    first = train(long, text, tmp_path)
-    train(wide, text, tmp_path)
+    first = trained(long, text, tmp_path)
+    trained(wide, text, tmp_path)
     assert population.completed(tmp_path) == [3, 1]
     assert same(population.load(long, tmp_path), first)
     assert len(population.load(wide, tmp_path)) == 2
@@ -127,17 +127,17 @@ def test_long_and_wide_runs_share_a_directory(text, tmp_path):
 @pytest.mark.parametrize("method", ["ensemble", "distilled_ensemble"])
 def test_baselines_resume_bit_exact_too(text, tmp_path, method):
     run = tiny_study(0, "methods.ema_fraction=0.5", "methods.dropout=0.1").run(method, 4)
-    whole = train(run, text, tmp_path / "whole")
+    whole = trained(run, text, tmp_path / "whole")
     for stop_at in (3, 6, 12):
-        with pytest.raises(trajectory.Stopped):
-            train(run, text, tmp_path / str(stop_at), stop_at)
-        assert same(train(run, text, tmp_path / str(stop_at)), whole)
+        with pytest.raises(train.Stopped):
+            trained(run, text, tmp_path / str(stop_at), stop_at)
+        assert same(trained(run, text, tmp_path / str(stop_at)), whole)
 
 
 def test_members_differ_and_the_first_two_of_three_are_the_two(text, tmp_path):
     study = tiny_study(0, "q0.trajectories=2")
-    two = train(study.run("q0", 4), text, tmp_path / "two")
-    three = train(tiny_study(0, "q0.trajectories=3").run("q0", 6), text, tmp_path / "three")
+    two = trained(study.run("q0", 4), text, tmp_path / "two")
+    three = trained(tiny_study(0, "q0.trajectories=3").run("q0", 6), text, tmp_path / "three")
     assert two.run.key == three.run.key
     assert same(three.prefix(2, 1), two)
     rows = three.P["test"]
@@ -145,7 +145,7 @@ def test_members_differ_and_the_first_two_of_three_are_the_two(text, tmp_path):
 
 
 def test_seed_decides(uninterrupted, text, tmp_path):
-    other = train(tiny_study(1).run("q0", 2), text, tmp_path)
+    other = trained(tiny_study(1).run("q0", 2), text, tmp_path)
     assert not np.array_equal(other.P["test"][0], uninterrupted[1].P["test"][0])
 
 
@@ -154,7 +154,7 @@ def test_snapshot_is_taken_at_the_floor_before_the_perturbation(text, tmp_path, 
     scale = optim.scale
     monkeypatch.setattr(optim, "scale", lambda o, lr, wd: (seen.append((lr, wd)), scale(o, lr, wd)))
     run = with_runtime(tiny_study().run("q0", 4), keep_weights=True)
-    train(run, text, tmp_path)
+    trained(run, text, tmp_path)
     assert seen[8] == seen[17] == pytest.approx((0.08, 1.0)), "a cycle ends at its floor"
     assert seen[9] == seen[0]
     assert len({lr for lr, _ in seen[:9]}) == 9, "the rate moves with every step"
@@ -166,7 +166,7 @@ def test_snapshot_is_taken_at_the_floor_before_the_perturbation(text, tmp_path, 
 
 def test_recorded_loss_is_pure_cross_entropy_of_the_kept_weights(text, tmp_path):
     run = with_runtime(tiny_study(0, "study.precision=fp32").run("q0", 4), keep_weights=True)
-    trained = train(run, text, tmp_path)
+    found = trained(run, text, tmp_path)
     net = GPT(run.model).eval()
     net.load_state_dict(load_file(population.weights_path(tmp_path, 0, 1)), strict=True)
     rows = corpus.held_out_rows(text["test"].tokens, 32)
@@ -174,8 +174,8 @@ def test_recorded_loss_is_pure_cross_entropy_of_the_kept_weights(text, tmp_path)
     with torch.no_grad():
         logits = 15 * torch.tanh(net.head(net(tokens[:, :-1])) / 15)
     nll = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    assert trained.members.test_loss[1] == pytest.approx(float(nll.mean()), abs=1e-5)
-    np.testing.assert_allclose(-np.log(trained.P["test"][1]), nll.numpy(), atol=1e-4)
+    assert found.members.test_loss[1] == pytest.approx(float(nll.mean()), abs=1e-5)
+    np.testing.assert_allclose(-np.log(found.P["test"][1]), nll.numpy(), atol=1e-4)
 
 
 def test_distillation_starts_when_it_should_and_is_counted(uninterrupted, text):
@@ -189,8 +189,8 @@ def test_distillation_starts_when_it_should_and_is_counted(uninterrupted, text):
 
 def test_ensemble_members_are_independent_and_distilled_ones_are_not(text, tmp_path):
     study = tiny_study()
-    plain = train(study.run("ensemble", 4), text, tmp_path / "plain")
-    taught = train(study.run("distilled_ensemble", 4), text, tmp_path / "taught")
+    plain = trained(study.run("ensemble", 4), text, tmp_path / "plain")
+    taught = trained(study.run("distilled_ensemble", 4), text, tmp_path / "taught")
     assert np.array_equal(plain.P["test"][0], taught.P["test"][0]), "the first has no teacher"
     assert not np.array_equal(plain.P["test"][1], taught.P["test"][1])
     assert taught.members.flops[1] > plain.members.flops[1]
@@ -199,32 +199,34 @@ def test_ensemble_members_are_independent_and_distilled_ones_are_not(text, tmp_p
 
 def test_a_tail_ends_as_one_ordinary_run_does_and_leaves_snapshots_on_its_way(text, tmp_path):
     ordinary = ["tail.cycles=1", "tail.tail=0"]
-    one = train(tiny_study(0, *ordinary).run("tail", 3), text, tmp_path / "one")
-    four = train(tiny_study().run("tail", 3), text, tmp_path / "four")
+    one = trained(tiny_study(0, *ordinary).run("tail", 3), text, tmp_path / "one")
+    four = trained(tiny_study().run("tail", 3), text, tmp_path / "four")
     assert np.array_equal(four.P["test"][-1], one.P["test"][0])
-    with pytest.raises(trajectory.Stopped):
-        train(tiny_study().run("tail", 3), text, tmp_path / "again", stop_at=12)
-    assert same(train(tiny_study().run("tail", 3), text, tmp_path / "again"), four)
+    with pytest.raises(train.Stopped):
+        trained(tiny_study().run("tail", 3), text, tmp_path / "again", stop_at=12)
+    assert same(trained(tiny_study().run("tail", 3), text, tmp_path / "again"), four)
     ends = four.members.epochs.to_numpy()
     assert ends == pytest.approx([2.44, 2.63, 2.81, 3], abs=0.12), "a step is 0.22 epochs"
     assert (np.diff(ends) > 0).all()
 
 
 def test_every_snapshot_of_a_tail_has_its_own_average(text, tmp_path):
-    averaged = []
     run = tiny_study(0, "tail.ema_fraction=0.5", "tail.cycles=2", "tail.tail=1").run("tail", 4)
-    population.open_directory(run, tmp_path, text)
-    one = trajectory.Trajectory(run, 0, text, tmp_path)
-    built = one._built
-    one._built = lambda weights: averaged.append(one.cycle) or built(weights)
-    one.train(run.cycles, lambda: False, tqdm(disable=True))
-    assert averaged == [0, 1]
+    one = trajectory.Trajectory(run, 0, text)
+    averaged = []
+    while one.cycle < run.cycles:
+        one.train_step()
+        if one.at_end_of_cycle:
+            averaged.append(one.average)
+            one.next_cycle()
+            assert one.average is None
+    assert all(averaged)
 
 
 def test_average_covers_the_last_part_of_the_cycle(text, tmp_path):
     run = tiny_study(0, "ensemble.ema_fraction=0.34", "ensemble.ema_decay=0.5").run("ensemble", 2)
     run = with_runtime(run, keep_weights=True)
-    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    one = trajectory.Trajectory(run, 0, text)
     weights = []
     for _ in range(9):
         one.train_step()
@@ -237,8 +239,8 @@ def test_average_covers_the_last_part_of_the_cycle(text, tmp_path):
 
 def test_micro_batches_change_nothing_but_rounding(text, tmp_path):
     run = tiny_study(0, "study.precision=fp32", "methods.dropout=0").run("q0", 4)
-    whole = train(run, text, tmp_path / "whole")
-    parts = train(with_runtime(run, micro_batch=3), text, tmp_path / "parts")
+    whole = trained(run, text, tmp_path / "whole")
+    parts = trained(with_runtime(run, micro_batch=3), text, tmp_path / "parts")
     np.testing.assert_allclose(whole.members.test_loss, parts.members.test_loss, atol=2e-3)
 
 
@@ -247,7 +249,7 @@ def test_directory_of_another_config_is_refused_by_name(uninterrupted, text):
     population.open_directory(tiny_study().run("q0", 6), folder, text)
     changed = tiny_study(0, "q0.lr_floor=0.1").run("q0", 8)
     with pytest.raises(ValueError, match=r"method\.lr_floor is 0\.08 there and 0\.1 here"):
-        trajectory.train_population(changed, text, directory=folder, progress=False)
+        train.train_population(changed, text, directory=folder, progress=False)
 
 
 def test_a_changed_text_is_refused_and_nothing_is_touched(text, tmp_path):
@@ -256,7 +258,7 @@ def test_a_changed_text_is_refused_and_nothing_is_touched(text, tmp_path):
     run = tiny_study(0, f"corpus.source={path}").run("q0", 2)
     folder = tmp_path / "run"
     mine = corpus.load(run.corpus, tmp_path / "cache")
-    trajectory.train_population(run, mine, directory=folder, progress=False)
+    train.train_population(run, mine, directory=folder, progress=False)
     before = {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
     lines = path.read_text(encoding="utf-8").split("\n")
     path.write_text("\n".join(reversed(lines)), encoding="utf-8")
@@ -264,14 +266,14 @@ def test_a_changed_text_is_refused_and_nothing_is_touched(text, tmp_path):
     for epochs in (2, 4):
         longer = tiny_study(0, f"corpus.source={path}").run("q0", epochs)
         with pytest.raises(ValueError, match=r"another text \(its source has changed\): fitness"):
-            trajectory.train_population(longer, other, directory=folder, progress=False)
+            train.train_population(longer, other, directory=folder, progress=False)
     assert {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()} == before
 
 
 def test_a_failed_save_leaves_the_last_good_state(uninterrupted, text, tmp_path, monkeypatch):
     run, whole, _ = uninterrupted
-    with pytest.raises(trajectory.Stopped):
-        train(run, text, tmp_path, 5)
+    with pytest.raises(train.Stopped):
+        trained(run, text, tmp_path, 5)
     save = torch.save
 
     def full_disk(state, path):
@@ -280,19 +282,27 @@ def test_a_failed_save_leaves_the_last_good_state(uninterrupted, text, tmp_path,
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError, match="no space left to write"):
-        train(run, text, tmp_path, 3)
+        trained(run, text, tmp_path, 3)
     monkeypatch.setattr(torch, "save", save)
-    assert same(train(run, text, tmp_path), whole)
+    assert same(trained(run, text, tmp_path), whole)
     assert not [p for p in (tmp_path / "t00").iterdir() if p.name.startswith(".checkpoint")]
 
 
 def test_a_damaged_checkpoint_is_named(text, tmp_path):
     run = tiny_study().run("q0", 4)
-    with pytest.raises(trajectory.Stopped):
-        train(run, text, tmp_path, 3)
-    (tmp_path / "t00" / "checkpoint.pt").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read .*delete it and rerun"):
-        train(run, text, tmp_path)
+    with pytest.raises(train.Stopped):
+        trained(run, text, tmp_path, 3)
+    path = tmp_path / "t00" / "checkpoint.pt"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for content, words in (
+        (b"nonsense", "cannot be read"), (whole[:-100], "cannot be read"),
+        (flipped, "is not what was written there"),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"checkpoint\.pt {words}.*delete it and rerun"):
+            trained(run, text, tmp_path)
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient", "snapshot"])
@@ -300,37 +310,42 @@ def test_numbers_that_are_not_finite_are_an_error_and_leave_no_member(
     text, tmp_path, monkeypatch, broken
 ):
     run = tiny_study().run("q0", 2)
-    one = trajectory.Trajectory(run, 0, text, tmp_path)
     if broken == "loss":
-        with torch.no_grad():
-            one.model.embedding.weight.fill_(float("nan"))
-    elif broken == "gradient":
-        backward = one._backward
+        initialise = GPT.initialise
 
-        def spoiled(*args):
-            loss = backward(*args)
-            if one.step == 8:  # the last step of the cycle
-                one.model.head.weight.grad[0, 0] = float("inf")
+        def spoiled(self, generator):
+            with torch.no_grad():
+                initialise(self, generator).embedding.weight.fill_(float("nan"))
+            return self
+
+        monkeypatch.setattr(GPT, "initialise", spoiled)
+    elif broken == "gradient":
+        backward = trajectory.Trajectory._backward
+
+        def spoiled(self, *args):
+            loss = backward(self, *args)
+            if self.step == 8:  # the last step of the cycle
+                self.model.head.weight.grad[0, 0] = float("inf")
             return loss
 
-        monkeypatch.setattr(one, "_backward", spoiled)
+        monkeypatch.setattr(trajectory.Trajectory, "_backward", spoiled)
     else:
         monkeypatch.setattr(
-            population, "held_out_log_probs", lambda *args: torch.tensor([0.0, float("nan")])
+            evaluate, "held_out_log_probs", lambda *args: torch.tensor([0.0, float("nan")])
         )
     with pytest.raises(FloatingPointError, match=r"not finite|training loss is"):
-        one.train(1, lambda: False, tqdm(disable=True))
+        trained(run, text, tmp_path)
     assert not population.member_path(tmp_path, 0, 0).exists()
 
 
 def test_perturbation_has_its_size_on_every_tensor_and_repeats(text, tmp_path):
     run = tiny_study(0, "q0.perturb_start=0.3", "model.width=64").run("q0", 4)
     shaken = []
-    for folder in ("a", "b"):
-        one = trajectory.Trajectory(run, 0, text, tmp_path / folder)
+    for _ in range(2):
+        one = trajectory.Trajectory(run, 0, text)
         before = {name: value.detach().clone() for name, value in one.model.named_parameters()}
         one.cycle = 1
-        one._perturb()
+        one.perturb()
         shaken.append({name: value - before[name] for name, value in one.model.named_parameters()})
     for name, change in shaken[0].items():
         assert torch.equal(change, shaken[1][name])
@@ -345,15 +360,13 @@ def test_training_loss_with_teacher_and_multi_token_is_the_papers(text, tmp_path
     overrides = ("model.multi_token=true", "study.precision=fp32", "methods.dropout=0",
                  "q0.distill_after=0", "q0.multi_token_weight=0.3")  # fmt: skip
     run = tiny_study(0, *overrides).run("q0", 2)
-    one = trajectory.Trajectory(run, 0, text, tmp_path)
-    other = trajectory.Trajectory(
-        tiny_study(1, *overrides).run("q0", 2), 0, text, tmp_path / "other"
-    )
+    one = trajectory.Trajectory(run, 0, text)
+    other = trajectory.Trajectory(tiny_study(1, *overrides).run("q0", 2), 0, text)
     for each in (one, other):
         with torch.no_grad():
             for parameter in each.model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(3)))
-    one.newest = other.model.eval()
+    one.newest = distill.Teacher([other.model])
     block = torch.from_numpy(one.stream.rows(0, 4))
     one._backward(block, 4 * 32, True)
     got = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None}
@@ -382,7 +395,7 @@ def test_layers_loop_from_the_fraction_asked_for(text, tmp_path):
     run = tiny_study(0, "model.loop_end=1", "model.loop_passes=3", "ensemble.loop_from=0.5").run(
         "ensemble", 2
     )
-    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    one = trajectory.Trajectory(run, 0, text)
     spent = []
     for _ in range(9):
         one.train_step()
@@ -396,22 +409,22 @@ def test_layers_loop_from_the_fraction_asked_for(text, tmp_path):
 def test_unknown_device_is_refused_before_anything_is_written(text, tmp_path):
     run = with_runtime(tiny_study().run("q0", 2), device="gpu")
     with pytest.raises(ValueError, match=r"runtime\.device must be auto, cpu, .* got 'gpu'"):
-        trajectory.train_population(run, text, directory=tmp_path / "run", progress=False)
+        train.train_population(run, text, directory=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
 
 
 def test_going_on_under_other_settings_warns(text, tmp_path):
     run = tiny_study().run("q0", 4)
-    with pytest.raises(trajectory.Stopped):
-        train(run, text, tmp_path, 3)
+    with pytest.raises(train.Stopped):
+        trained(run, text, tmp_path, 3)
     with pytest.warns(UserWarning, match="micro_batch 2.*was begun under.*micro_batch 0"):
-        trajectory.Trajectory(with_runtime(run, micro_batch=2), 0, text, tmp_path)
+        trained(with_runtime(run, micro_batch=2), text, tmp_path)
 
 
 def test_threads_and_signal_handlers_are_given_back(text, tmp_path):
     before = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     run = with_runtime(tiny_study().run("q0", 2), threads=2)
-    trajectory.train_population(run, text, directory=tmp_path, progress=False)
+    train.train_population(run, text, directory=tmp_path, progress=False)
     assert (torch.get_num_threads(), signal.getsignal(signal.SIGTERM)) == before
 
 
@@ -421,10 +434,10 @@ sys.path.insert(0, sys.argv[1])
 import tiny
 tiny.some_messages = lambda: sys.argv[2]
 from pathlib import Path
-from q0lib import corpus, trajectory
+from q0lib import corpus, train
 study = tiny.tiny_study()
 text = corpus.load(study.corpus, Path(sys.argv[3]) / "cache")
-trajectory.train_population(study.run("q0", 400), text, directory=Path(sys.argv[3]) / "run")
+train.train_population(study.run("q0", 400), text, directory=Path(sys.argv[3]) / "run")
 """
 
 
@@ -447,19 +460,46 @@ def test_sigterm_saves_and_leaves_and_the_next_call_goes_on(text, tmp_path):
     state = torch.load(tmp_path / "run" / "t00" / "checkpoint.pt", weights_only=True)
     reached = state["cycle"] + 1
     run = tiny_study().run("q0", 2 * reached)
-    resumed = trajectory.train_population(run, text, directory=tmp_path / "run", progress=False)
-    whole = trajectory.train_population(run, text, directory=tmp_path / "w", progress=False)
+    resumed = train.train_population(run, text, directory=tmp_path / "run", progress=False)
+    whole = train.train_population(run, text, directory=tmp_path / "w", progress=False)
     assert same(resumed, whole)
 
 
 def test_a_teacher_kept_from_the_start(text, tmp_path):
     """Refreshing every second cycle: cycles 1 and 2 share the first snapshot as their teacher."""
     run = tiny_study(0, "q0.teacher_every=2").run("q0", 8)
-    one = trajectory.Trajectory(run, 0, text, tmp_path)
+    one = trajectory.Trajectory(run, 0, text)
     teachers = []
-    leave = one._leave_member
-    one._leave_member = lambda: (teachers.append(one.teacher), leave())
-    one.train(4, lambda: False, tqdm(disable=True))
+    while one.cycle < 4:
+        one.train_step()
+        if one.at_end_of_cycle:
+            teachers.append(one.teacher)
+            one.next_cycle()
     assert teachers[0] is None
     assert teachers[1] is teachers[2]
     assert teachers[3] is not teachers[2]
+
+
+def test_members_of_other_code_are_refused_unless_asked_for(text, tmp_path, monkeypatch):
+    """As when schedule.py is edited, or another commit checked out, under a run."""
+    trained(tiny_study().run("q0", 2), text, tmp_path)
+    other = {**provenance.code(), "schedule": "00000000"}
+    monkeypatch.setattr(provenance, "code", lambda: other)
+    again = {"directory": tmp_path, "progress": False}
+    same_extent = train.train_population(tiny_study().run("q0", 2), text, **again)
+    assert len(same_extent) == 1, "what is complete is read by any code"
+    longer = tiny_study().run("q0", 4)
+    with pytest.raises(ValueError, match=r"trained, by other code in q0lib/schedule\.py: go back"):
+        train.train_population(longer, text, **again)
+    with pytest.warns(UserWarning, match="members of both will be mixed"):
+        mixed = train.train_population(with_runtime(longer, other_code=True), text, **again)
+    assert len(mixed) == 2
+    with pytest.warns(UserWarning, match="mixes members that different code has trained"):
+        population.load(longer, tmp_path)
+
+
+def test_what_code_says_of_itself_does_not_count_and_what_it_does_counts():
+    source = '"""Doc."""\n\n# why\ndef rate(step):\n    """One line."""\n    return 0.5 * step\n'
+    explained = source.replace("One line", "Another").replace("# why", "# because")
+    assert provenance._code_hash(explained) == provenance._code_hash(source)
+    assert provenance._code_hash(source.replace("0.5", "0.25")) != provenance._code_hash(source)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from q0lib import corpus, ensemble, paths, population, presets, prior, trajectory
-from q0lib.model import GPT
+from q0lib import corpus, ensemble, paths, population, presets, prior, train
 from q0lib.study.tables import store
 
 TEMPERATURES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
@@ -34,15 +33,11 @@ def log_distributions(members: population.Population, text: corpus.Text, split: 
     """log p of every token of the vocabulary, fp32 [M, T, V], at each scored position."""
     rows = corpus.held_out_rows(text[split].tokens, context := members.run.model.context)
     tokens = torch.from_numpy(corpus.held_out(text[split], context, 0, rows))
-    softcap, vocab_size = members.run.model.softcap, members.run.model.vocab_size
-    made = torch.empty(len(members), rows * context, vocab_size)
+    made = torch.empty(len(members), rows * context, members.run.model.vocab_size)
     for member in range(len(members)):
-        model = GPT(members.run.model).eval()
-        model.load_state_dict(population.read_weights(members.weights_path(member)), strict=True)
         with torch.no_grad():
-            logits = model.head(model(tokens[:, :-1])).flatten(0, 1)
-        capped = softcap * torch.tanh(logits / softcap) if softcap else logits
-        made[member] = capped.log_softmax(-1)
+            logits = members.model(member).logits(tokens[:, :-1])
+        made[member] = logits.flatten(0, 1).log_softmax(-1)
     return made
 
 
@@ -200,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for method in ("q0", "ensemble"):
                 run = study.run(method)
                 directory = paths.RUNS / "variations" / run.directory.name
-                members = trajectory.train_population(run, text, directory=directory)
+                members = train.train_population(run, text, directory=directory)
                 table = compare(members, text)
                 table.insert(0, "seed", seed)
                 table.insert(0, "method", method)

@@ -16,10 +16,11 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from q0lib import config, paths, population, trajectory
+from q0lib import config, paths, population
 from q0lib.study import plan
 from q0lib.study.plan import ONE_SEED, PARTS, Experiment
 from q0lib.sweeps import sweep
+from q0lib.train import estimate
 
 
 def runs_of(
@@ -136,7 +137,7 @@ def cost_table(found: Sequence[tuple[Experiment, config.Run]]) -> pd.DataFrame:
     """
     rows, charged = [], dict[tuple[Path, int], int]()
     for each, run in found:
-        need = trajectory.estimate(run)
+        need = estimate(run)
         cycles = trained = 0
         seconds = 0.0
         for index in range(run.trajectories):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import tiny_study, with_runtime
 
-from q0lib import corpus, ensemble, population, prior, trajectory
+from q0lib import corpus, ensemble, population, prior, train
 from q0lib.study import prior_variations
 
 STUDY = tiny_study(0, "study.precision=fp32", "corpus.fitness_tokens=6000")
@@ -20,7 +20,7 @@ def text(tmp_path_factory):
 def trained(text, tmp_path_factory):
     run = with_runtime(STUDY.run("q0", 6), keep_weights=True)
     folder = tmp_path_factory.mktemp("varied")
-    return trajectory.train_population(run, text, directory=folder, progress=False)
+    return train.train_population(run, text, directory=folder, progress=False)
 
 
 def targets_of(text, split, count):
@@ -74,7 +74,7 @@ def test_comparison_is_against_the_plain_prior(trained, text):
 
 
 def test_weights_that_were_not_kept_are_named(trained, text, tmp_path):
-    bare = trajectory.train_population(STUDY.run("q0", 2), text, directory=tmp_path, progress=False)
+    bare = train.train_population(STUDY.run("q0", 2), text, directory=tmp_path, progress=False)
     with pytest.raises(FileNotFoundError, match="keep_weights=true"):
         prior_variations.log_distributions(bare, text, "fitness")
     assert isinstance(bare, population.Population)

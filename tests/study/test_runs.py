@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny_study
 
-from q0lib import paths, population, trajectory
+from q0lib import paths, population, train
 from q0lib.study import plan, runs
 from q0lib.study.tables import store
 
@@ -33,12 +33,12 @@ def test_costs_are_measured_once_for_what_is_trained_once(text, run_folder):
     assert not before.done.any()
     assert before.charged.tolist() == [2, 2, 2, 0]
     assert before.hours.tolist() == [0, 0, 0, 0]
-    trajectory.train_population(longer[1], text, progress=False)
+    train.train_population(longer[1], text, progress=False)
     partly = runs.cost_table([wider])  # its first trajectory went further than it needs
     assert partly.done.tolist() == [False]
     assert partly.trained.tolist() == [2]
     assert (partly.hours > 0).all()
-    trajectory.train_population(wider[1], text, progress=False)
+    train.train_population(wider[1], text, progress=False)
     after = runs.cost_table(found)
     assert after.trained.tolist() == after.charged.tolist()
     assert after.done.all()

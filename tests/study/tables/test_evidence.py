@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from tiny import made, tiny_study
 
-from q0lib import ensemble, population, prior, trajectory
+from q0lib import ensemble, population, prior, train
 from q0lib.study.plan import FULL, Experiment
 from q0lib.study.tables import (
     ablations,
@@ -149,7 +149,7 @@ def test_reference_tables_hold_every_run_and_refuse_two_texts(text, run_folder):
         (1, "reference", ()), (2, "reference", ()), (2, "tuned_reference", (f"single.{faster}",)),
     ):  # fmt: skip
         run = tiny_study(0, f"corpus.train_tokens={600 * multiple}", *changed).run("single", 1)
-        trajectory.train_population(run, progress=False)
+        train.train_population(run, progress=False)
         found.append((Experiment(part, "", "single", 1, changed), run))
     size = f"width {run.model.width}"
     tables = data_efficiency.reference_tables(found, 600)
@@ -162,7 +162,7 @@ def test_reference_tables_hold_every_run_and_refuse_two_texts(text, run_folder):
     sums = tables["reference_documents"].set_index(intervals.POINT).sum(axis=1)
     assert sums[size, 0, 2.0] / sums[intervals.TOKENS] == pytest.approx(test)
     other = tiny_study(0, "corpus.test_tokens=300").run("single", 1)
-    trajectory.train_population(other, progress=False)
+    train.train_population(other, progress=False)
     with pytest.raises(ValueError, match="evaluated on 2 different texts"):
         data_efficiency.reference_tables([*found, (found[0][0], other)], 600)
 
