@@ -34,7 +34,7 @@ def mixture_log_probs(weights: np.ndarray, P: np.ndarray) -> np.ndarray:
     members = np.flatnonzero(weights)
     P = check_probabilities(P, members)
     log_probs = np.empty(P.shape[1])
-    for tokens in blocks(len(members), P.shape[1]):
+    for tokens in blocks(P, len(members)):
         log_probs[tokens] = np.log(weights[members] @ read_block(P, tokens, members))
     return log_probs
 

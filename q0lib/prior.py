@@ -159,7 +159,7 @@ def check_probabilities(P: np.ndarray, members: np.ndarray | None = None) -> np.
         raise ValueError(f"P must be float32 or float64, got {P.dtype}")
     asked = np.arange(len(P)) if members is None else members
     low, high = np.full(len(asked), np.inf), np.full(len(asked), -np.inf)
-    for tokens in blocks(len(asked), P.shape[1]):
+    for tokens in blocks(P, len(asked)):
         block = P[slice(None) if members is None else members, tokens]
         low = np.minimum(low, block.min(axis=1))
         high = np.maximum(high, block.max(axis=1))
@@ -189,10 +189,11 @@ def check_weights(weights: np.ndarray, M: int) -> np.ndarray:
     return weights
 
 
-def blocks(M: int, T: int) -> Iterator[slice]:
-    """Cut T tokens into slices that hold about `BLOCK` probabilities of M members each."""
-    width = max(256, BLOCK // M)
-    return (slice(start, start + width) for start in range(0, T, width))
+def blocks(P: np.ndarray, members: int) -> Iterator[slice]:
+    """Cut the tokens of P[M, T] into slices that hold about `BLOCK` probabilities of so many
+    members each, or as many as P says is good to read at once."""
+    width = max(256, getattr(P, "block", BLOCK) // members)
+    return (slice(start, start + width) for start in range(0, P.shape[1], width))
 
 
 def read_block(P: np.ndarray, tokens: slice, members: np.ndarray | slice) -> np.ndarray:
@@ -214,7 +215,7 @@ def _moments(
     """
     m, T = len(weights), P.shape[1]
     nll, slopes, hessian = 0.0, np.zeros(m), np.zeros((m, m))
-    for tokens in blocks(m, T):
+    for tokens in blocks(P, m):
         block = read_block(P, tokens, members)
         q = weights @ block
         nll -= np.log(q).sum()
@@ -380,7 +381,7 @@ def _with_one_more(P: np.ndarray, chosen: _Mixture, barred: int = -1) -> _Mixtur
     M, T = P.shape
     own = chosen.members
     slopes, squares, crosses = np.zeros(M), np.zeros(M), np.zeros((M, len(own)))
-    for tokens in blocks(M, T):
+    for tokens in blocks(P, M):
         ratios = read_block(P, tokens, slice(None))
         ratios /= chosen.weights @ ratios[own]
         slopes += ratios.sum(axis=1) / T
@@ -421,7 +422,7 @@ def _swapped(P: np.ndarray, chosen: _Mixture) -> _Mixture:
 def _member_losses(P: np.ndarray) -> np.ndarray:
     """Loss of each member alone, [M], nats per token."""
     losses = np.zeros(len(P))
-    for tokens in blocks(*P.shape):
+    for tokens in blocks(P, len(P)):
         losses -= np.log(read_block(P, tokens, slice(None))).sum(axis=1)
     return losses / P.shape[1]
 

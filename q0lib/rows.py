@@ -19,6 +19,7 @@ class Rows:
     """
 
     ndim, dtype = 2, np.dtype(np.float32)
+    block = 1 << 22  # probabilities to read at once: a file is opened for each member and block
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = list(places)
