@@ -73,17 +73,19 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; wait, and say so, while another process holds it."""
+def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the folder's lock, and yield whether we do; while another process holds it, wait and
+    say so, or do without."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        tqdm.write(f"waiting for another process that trains {folder}")
-        lock.acquire()
+        if wait:
+            tqdm.write(f"waiting for another process that trains {folder}")
+            lock.acquire()
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 

@@ -25,8 +25,8 @@ def train_population(
     """Train what is missing of a run and return its population.
 
     Finished members are reused, a stopped trajectory goes on where its checkpoint stands, and a
-    run that is a prefix of what is there trains nothing. One process trains a trajectory at a
-    time; a second one waits for it.
+    run that is a prefix of what is there trains nothing. Several processes may train one run: a
+    trajectory that another one holds is left to it, and waited for at the end.
 
     Raises:
         Stopped: after Ctrl-C, SIGTERM or SIGHUP, with everything saved.
@@ -48,15 +48,29 @@ def train_population(
         tqdm(total=run.trajectories * steps, desc=f"{run.name} seed {run.seed}", unit="step",
              disable=not progress, mininterval=1.0) as bar,
     ):  # fmt: skip
-        for index in range(run.trajectories):
-            with runtime.locked(population.trajectory_path(directory, index)):
-                if all(population.has_member(run, directory, index, c) for c in range(run.cycles)):
-                    bar.update(steps)
-                else:
-                    train_trajectory(run, index, text, directory, stop_requested, bar)
+        in_order = run.method.teacher == "previous_member"  # each waits for the one before it
+        left = list(range(run.trajectories))
+        waits = in_order
+        while left:
+            for index in list(left):
+                folder = population.trajectory_path(directory, index)
+                with runtime.locked(folder, wait=waits) as ours:
+                    if not ours:
+                        continue
+                    waits = in_order
+                    left.remove(index)
+                    if _is_trained(run, directory, index):
+                        bar.update(steps)
+                    else:
+                        train_trajectory(run, index, text, directory, stop_requested, bar)
+            waits = True  # only what others hold is left
     with runtime.locked(directory):
         population.write_result(run, directory)
     return population.load(run, directory)
+
+
+def _is_trained(run: config.Run, directory: Path, index: int) -> bool:
+    return all(population.has_member(run, directory, index, c) for c in range(run.cycles))
 
 
 def train_trajectory(

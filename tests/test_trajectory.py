@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 from safetensors.torch import load_file
 from tiny import some_messages, tiny_study, with_runtime
 from tqdm import tqdm
@@ -503,3 +504,30 @@ def test_what_code_says_of_itself_does_not_count_and_what_it_does_counts():
     explained = source.replace("One line", "Another").replace("# why", "# because")
     assert provenance._code_hash(explained) == provenance._code_hash(source)
     assert provenance._code_hash(source.replace("0.5", "0.25")) != provenance._code_hash(source)
+
+
+def test_processes_share_the_trajectories_of_a_run(text, tmp_path, monkeypatch):
+    """While another process holds trajectory 0 the others are trained; then it is waited for."""
+    run = tiny_study().run("ensemble", 6)
+    order = []
+    train_one = train.train_trajectory
+
+    def noted(run, index, *others):
+        order.append(index)
+        train_one(run, index, *others)
+
+    monkeypatch.setattr(train, "train_trajectory", noted)
+    held = population.trajectory_path(tmp_path, 0)
+    held.mkdir()
+    theirs = FileLock(held / ".lock")
+    theirs.acquire()
+
+    def release_when_it_is_all_that_is_left(message):
+        assert order == [1, 2]
+        assert "waiting for another process" in message
+        theirs.release()
+
+    monkeypatch.setattr(tqdm, "write", release_when_it_is_all_that_is_left)
+    shared = train.train_population(run, text, directory=tmp_path, progress=False)
+    assert order == [1, 2, 0]
+    assert same(shared, trained(run, text, tmp_path / "alone"))
