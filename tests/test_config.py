@@ -88,6 +88,46 @@ def test_keys_outlive_a_release():
     assert defaults.run("q0", 64).key == "3cc0e36544a7"
 
 
+KEYS = {  # of every method at a budget, today's presets
+    ("quick", 64): {
+        "q0": "75a350a2109f",
+        "ensemble": "3065d30f9889",
+        "distilled_ensemble": "c2d3b242ca89",
+        "single": "896f39895723",
+        "tail": "bf5546a5e7a4",
+    },
+    ("cpu", 64): {
+        "q0": "7140a71de9da",
+        "ensemble": "6ee0972dcc95",
+        "single": "918bc98f56fd",
+        "distilled_ensemble": "b4713d29d0d2",
+        "tail": "24492e67460d",
+    },
+    ("gpu", 64): {
+        "q0": "0b56a9e0246c",
+        "ensemble": "5508d3a687e7",
+        "distilled_ensemble": "11cd7e08d213",
+        "single": "6bbec6b88b6d",
+        "tail": "bdb5d7139706",
+    },
+    ("paper", 256): {
+        "q0": "0eedbcb3b39a",
+        "ensemble": "2360536d5d43",
+        "distilled_ensemble": "63fec042167c",
+        "single": "50401ceca171",
+        "tail": "ca4ac0e25b66",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "epochs"), KEYS)
+def test_keys_of_the_presets_stay(name, epochs):
+    """Committed tables name runs by their keys: what is not trained must not move them."""
+    study = presets.load(name)
+    found = {method: study.run(method, epochs).key for method in study.methods}
+    assert found == KEYS[name, epochs]
+
+
 @pytest.mark.parametrize("name", ["quick", "cpu", "gpu", "paper"])
 def test_baselines_differ_from_each_other_by_teacher_and_extent_alone(name):
     methods = presets.load(name).methods
