@@ -23,6 +23,7 @@ RECIPE = 1
 _CYCLE = "cyclic", "cosine"
 _WD = "anti", "flat", "in_phase"
 _TEACHER = "none", "chain", "previous_member"
+_MIXTURE = "learned", "uniform"
 
 
 def _cast(owner: str, name: str, kind: type, value: Any) -> Any:
@@ -142,7 +143,7 @@ class Model(_Checked):
 
 @dataclass(frozen=True)
 class Method(_Checked):
-    """How one population is trained. Baseline and q0 are two of these and share all code.
+    """How one population is trained and mixed. Baseline and q0 are two of these and share all code.
 
     The budget is trajectories x cycles x epochs_per_cycle; the one that is 0 takes what the
     budget leaves: cycles in q0, trajectories in an ensemble, epochs in a single model.
@@ -186,6 +187,10 @@ class Method(_Checked):
     momentum: float = 0.95
     grad_clip: float = 1.0
 
+    # How its members are weighed: by a prior learned on fitness text, or all alike. Nothing of it
+    # is trained, so it is in no key.
+    mixture: str = "learned"
+
     def _rules(self) -> list[tuple[str, bool, str]]:
         free = [self.trajectories, self.cycles, self.epochs_per_cycle].count(0)
         unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha", "tail")
@@ -215,6 +220,7 @@ class Method(_Checked):
             ("schedule", self.schedule in _CYCLE, f"one of {_CYCLE}"),
             ("wd_schedule", self.wd_schedule in _WD, f"one of {_WD}"),
             ("teacher", self.teacher in _TEACHER, f"one of {_TEACHER}"),
+            ("mixture", self.mixture in _MIXTURE, f"one of {_MIXTURE}"),
             ("teacher", self.teacher != "previous_member" or self.cycles == 1,
              "none or chain where a trajectory has more than one cycle"),
             ("cycles", free == 1, "such that exactly one of trajectories, cycles and "
@@ -261,10 +267,13 @@ class Run:
     def decides(self) -> dict[str, Any]:
         """What decides every number of the run; its extent (N, C) is left out, by prefix.
 
-        `tail` came later than the first runs: a run without one keeps its key. With one, C counts.
+        So is how its members are mixed. `tail` came later than the first runs: a run without one
+        keeps its key. With one, C counts.
         """
         method = dataclasses.asdict(self.method) | {"cycles": self.cycles}
-        left_out = ("trajectories",) if self.method.tail else ("trajectories", "cycles", "tail")
+        left_out = ["trajectories", "mixture"]
+        if not self.method.tail:
+            left_out += ["cycles", "tail"]
         return {
             "recipe": RECIPE,
             "seed": self.seed,

@@ -14,7 +14,7 @@ def _presets() -> dict[str, Preset]:
     ensemble = Method(
         trajectories=0, cycles=1, epochs_per_cycle=32.0, schedule="cosine", lr_floor=0.0,
         wd_schedule="flat", wd_floor=1.0, teacher="none", perturb_start=0.0, perturb_end=0.0,
-        ema_fraction=0.1, loop_from=0.5,
+        ema_fraction=0.1, loop_from=0.5, mixture="uniform",
     )  # fmt: skip
     reference = {
         "q0": dataclasses.replace(
@@ -126,12 +126,14 @@ def _family(methods: dict[str, Method]) -> dict[str, Method]:
         "single": single,  # one model for the whole budget
         # For budgets of a few epochs: the same run, four snapshots in its last quarter mixed where
         # `single` averages its last weights.
-        "tail": dataclasses.replace(single, cycles=4, tail=0.25, ema_fraction=0.0),
+        "tail": dataclasses.replace(
+            single, cycles=4, tail=0.25, ema_fraction=0.0, mixture="learned"
+        ),
     }
 
 
 def load(name: str, *, seed: int = 0, overrides: list[str] | None = None) -> Preset:
-    """The study called `name`, with its seed and any `overrides` such as "q0.alpha=0.3".
+    """The preset called `name`, with its seed and any `overrides` such as "q0.alpha=0.3".
 
     An override names "corpus", "model", a method, or "study", then a field; "methods" stands for
     every method at once. Values are cast to the field's type.
