@@ -6,7 +6,6 @@ target before its first point; `describe_crossing` and `describe_efficiency` put
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -25,7 +24,8 @@ def matched_epochs(epochs: ArrayLike, losses: ArrayLike, target: float) -> float
     already lower (reached before the first point). A first loss equal to it is a crossing there.
 
     Raises:
-        ValueError: for empty, unequal, non-finite or unordered arrays, or a non-finite target.
+        ValueError: for empty, unequal, masked, non-finite or unordered arrays, or a non-finite
+            target.
     """
     return _crossing(*_curve(epochs, losses, "epochs", "losses"), _finite("target", target))
 
@@ -113,21 +113,21 @@ def data_efficiency(
     reference: ArrayLike,
     budget_tokens: float,
     crossing: str = "first",
+    higher_is_better: bool = False,
 ) -> float:
     """Return how many times `budget_tokens` the reference needs to score `value`.
 
-    The reference [n] at tokens [n] (rising strictly) is joined by straight lines. It counts as a
-    loss curve if it ends lower than it began, else as an accuracy curve. Where it goes back and
-    forth across the value, the "first" crossing, the fewest tokens at which the reference was
-    ever as good, is the paper's reading (tables 2 and 6); "last" is the fewest from which on it
-    stays as good, and the larger of the two.
+    The reference [n] at tokens [n] (rising strictly) is joined by straight lines: losses, or
+    scores of which the higher is better. Where it goes back and forth across the value, the "first"
+    crossing, the fewest tokens at which the reference was ever as good, is the paper's reading
+    (tables 2 and 6); "last" is the fewest from which on it stays as good, and the larger of the
+    two.
 
     Returns inf when the reference is never as good (beyond the curve) and nan when its first
     point is better already (below the curve).
 
     Raises:
-        ValueError: as `matched_epochs`; for a curve that ends where it began, a budget that is not
-            positive, or another `crossing`.
+        ValueError: as `matched_epochs`; for a budget that is not positive, or another `crossing`.
     """
     x, y = _curve(tokens, reference, "tokens", "reference")
     value = _finite("value", value)
@@ -135,9 +135,7 @@ def data_efficiency(
         raise ValueError(f"budget_tokens must be finite and > 0, got {budget_tokens}")
     if crossing not in ("first", "last"):
         raise ValueError(f"crossing must be 'first' or 'last', got {crossing!r}")
-    if y[0] == y[-1]:
-        raise ValueError(f"reference must end lower or higher than it began, got {y[0]} twice")
-    if y[-1] > y[0]:
+    if higher_is_better:
         y, value = -y, -value
     if crossing == "last":
         if y[-1] > value:
@@ -149,40 +147,20 @@ def data_efficiency(
 
 
 def describe_efficiency(
-    value: float, tokens: ArrayLike, reference: ArrayLike, budget_tokens: float
+    value: float,
+    tokens: ArrayLike,
+    reference: ArrayLike,
+    budget_tokens: float,
+    higher_is_better: bool = False,
 ) -> str:
     """Say `data_efficiency` in words: "12.87x", "beyond 20.0x", "below 1.0x"."""
-    x, _ = _curve(tokens, reference, "tokens", "reference")
-    ratio = data_efficiency(value, tokens, reference, budget_tokens)
+    x, y = _curve(tokens, reference, "tokens", "reference")
+    ratio = data_efficiency(value, x, y, budget_tokens, higher_is_better=higher_is_better)
     if math.isinf(ratio):
         return f"beyond {x[-1] / budget_tokens:.1f}x"
     if math.isnan(ratio):
         return f"below {x[0] / budget_tokens:.1f}x"
     return f"{ratio:.2f}x"
-
-
-def layer_passes(layers: int, looped: int = 0, loops: int = 1) -> int:
-    """Return how many layers a token passes when `looped` of the `layers` run `loops` times."""
-    return layers + looped * (loops - 1)
-
-
-def attention_span(context: int, window: int | None = None) -> float:
-    """Return how many keys a causal query sees, on average over a sequence of `context` tokens."""
-    window = context if window is None else min(window, context)
-    return (window * (window + 1) / 2 + (context - window) * window) / context
-
-
-def forward_flops(
-    passes: float, width: int, hidden: int, span: float, vocabulary: int, heads: int = 1
-) -> float:
-    """Return the FLOPs of one token's forward pass, a multiply-add counted as two.
-
-    A layer pass holds the four attention projections (width x width), the scores and their sum
-    over `span` keys, and a SwiGLU's three matrices (width x hidden); `heads` output heads
-    (width x vocabulary) follow. Norms, gates and embeddings are left out (below 1%).
-    """
-    layer = 8 * width**2 + 4 * width * span + 6 * width * hidden
-    return passes * layer + heads * 2 * width * vocabulary
 
 
 def epoch_cost(forward: float, teacher: float = 0.0) -> float:
@@ -208,44 +186,42 @@ def budget_cost(
     return before * plain + (epochs - before) * distilling
 
 
-def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float, float]:
-    """Return the mean over seeds and its confidence interval (mean, low, high), by Student's t.
+def interval(values: ArrayLike, spread: float = 0.0) -> tuple[float, float, float]:
+    """Return the mean over seeds and its 95% interval (mean, low, high), by Student's t.
 
-    One value has no interval: low and high are nan. A value that is no number makes all three nan,
-    since a seed without a crossing must not drop out unseen.
+    `spread` is the standard deviation of the mean from another, independent source, such as the
+    choice of test documents: the two half-widths are added as squares, which is an approximation.
+    One value has the interval of `spread` alone, or none: low and high are nan. A value that is no
+    number makes all three nan, since a seed without a crossing must not drop out unseen.
 
     Raises:
-        ValueError: for no values, or a level outside (0, 1).
+        ValueError: for no values, or masked ones.
     """
-    data = np.asarray(values, dtype=float)
+    data = _floats("values", values)
     if data.ndim != 1 or data.size == 0:
         raise ValueError(f"values must be a non-empty list of numbers, got shape {data.shape}")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
     if not np.isfinite(data).all():
         return math.nan, math.nan, math.nan
-    mean = float(data.mean())
-    if data.size == 1:
-        return mean, math.nan, math.nan
-    half = float(stats.t.ppf((1 + level) / 2, data.size - 1) * stats.sem(data))
+    mean, half = float(data.mean()), 1.96 * spread
+    if data.size > 1:
+        half = math.hypot(stats.t.ppf(0.975, data.size - 1) * stats.sem(data), half)
+    elif not spread:
+        half = math.nan
     return mean, mean - half, mean + half
 
 
-def ratio_interval(values: Sequence[float], spread: float = 0.0) -> tuple[float, float, float]:
+def ratio_interval(values: ArrayLike, spread: float = 0.0) -> tuple[float, float, float]:
     """Return the geometric mean of multipliers over seeds and its 95% interval (mean, low, high).
 
-    "5 times fewer" and "a fifth of" then have one interval. Student's t on the logarithms;
-    `spread` is the standard deviation of the logarithm from another, independent source, such as
-    the choice of test documents: the two half-widths are added as squares, which is an
-    approximation. One value has the interval of `spread` alone, or none. A value that is no number
-    makes all three nan, as in `interval`.
+    "5 times fewer" and "a fifth of" then have one interval: `interval` of the logarithms, of which
+    `spread` is the standard deviation too.
+
+    Raises:
+        ValueError: as `interval`.
     """
-    data = np.asarray(values, dtype=float)
-    mean, _, high = interval(np.log(data) if np.isfinite(data).all() else data)
-    half = math.hypot(high - mean if data.size > 1 else 0.0, 1.96 * spread)
-    if not half and data.size == 1:
-        half = math.nan
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    data = _floats("values", values)
+    mean, low, high = interval(np.log(data) if np.isfinite(data).all() else data, spread)
+    return math.exp(mean), math.exp(low), math.exp(high)
 
 
 def _crossing(x: np.ndarray, y: np.ndarray, target: float) -> float:
@@ -265,7 +241,7 @@ def _crossing(x: np.ndarray, y: np.ndarray, target: float) -> float:
 
 def _curve(x: ArrayLike, y: ArrayLike, x_name: str, y_name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return both as float arrays [n], or raise ValueError saying what is wrong with them."""
-    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    xs, ys = _floats(x_name, x), _floats(y_name, y)
     if xs.ndim != 1 or xs.shape != ys.shape or xs.size == 0:
         raise ValueError(
             f"{x_name} and {y_name} must be equally long and not empty, "
@@ -278,6 +254,13 @@ def _curve(x: ArrayLike, y: ArrayLike, x_name: str, y_name: str) -> tuple[np.nda
     if (np.diff(xs) <= 0).any():
         raise ValueError(f"{x_name} must rise from point to point, got {xs.tolist()}")
     return xs, ys
+
+
+def _floats(name: str, values: ArrayLike) -> np.ndarray:
+    """Return `values` as floats; a masked one, which NumPy would unmask, is refused."""
+    if masked := int(np.ma.getmask(values).sum()):
+        raise ValueError(f"{name} must not be masked, got {masked} masked; leave them out before")
+    return np.asarray(values, dtype=float)
 
 
 def _finite(name: str, value: float) -> float:

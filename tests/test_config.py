@@ -38,6 +38,8 @@ def test_numbers_that_arrive_as_strings_are_cast_or_refused():
         (lambda: config.Method(epochs_per_cycle=0), r"exactly one of trajectories, cycles"),
         (lambda: config.Method(epochs_per_cycle=-1), r"epochs_per_cycle must be >= 0, got -1"),
         (lambda: config.Method(temperature=0), r"temperature must be > 0, got 0"),
+        (lambda: config.Method(mixture="mean"),
+         r"mixture must be one of \('learned', 'uniform'\), got 'mean'"),
         (lambda: config.Method(tail=1.5), r"tail must be between 0 and 1, got 1\.5"),
         (lambda: config.Model(heads=3, width=64), r"heads must be such that"),
         (lambda: presets.load("quick", overrides="q0.alpha=1"), r"must be a list of section"),
@@ -68,7 +70,8 @@ def test_key_names_what_decides_and_nothing_else():
     study = presets.load("cpu")
     key = study.run("q0", 64).key
     assert study.run("q0", 128).key == key, "a longer run contains the shorter one"
-    elsewhere = presets.load("cpu", overrides=["runtime.threads=2", "runtime.keep_weights=true"])
+    untrained = ["runtime.threads=2", "runtime.keep_weights=true", "q0.mixture=uniform"]
+    elsewhere = presets.load("cpu", overrides=untrained)
     assert elsewhere.run("q0", 64).key == key
     assert presets.load("cpu", seed=1).run("q0", 64).key != key
     for change in ("q0.alpha=0.4", "model.layers=5", "corpus.train_tokens=60000",
@@ -88,6 +91,46 @@ def test_keys_outlive_a_release():
     assert defaults.run("q0", 64).key == "3cc0e36544a7"
 
 
+KEYS = {  # of every method at a budget, today's presets
+    ("quick", 64): {
+        "q0": "75a350a2109f",
+        "ensemble": "3065d30f9889",
+        "distilled_ensemble": "c2d3b242ca89",
+        "single": "896f39895723",
+        "tail": "bf5546a5e7a4",
+    },
+    ("cpu", 64): {
+        "q0": "7140a71de9da",
+        "ensemble": "6ee0972dcc95",
+        "single": "918bc98f56fd",
+        "distilled_ensemble": "b4713d29d0d2",
+        "tail": "24492e67460d",
+    },
+    ("gpu", 64): {
+        "q0": "0b56a9e0246c",
+        "ensemble": "5508d3a687e7",
+        "distilled_ensemble": "11cd7e08d213",
+        "single": "6bbec6b88b6d",
+        "tail": "bdb5d7139706",
+    },
+    ("paper", 256): {
+        "q0": "0eedbcb3b39a",
+        "ensemble": "2360536d5d43",
+        "distilled_ensemble": "63fec042167c",
+        "single": "50401ceca171",
+        "tail": "ca4ac0e25b66",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "epochs"), KEYS)
+def test_keys_of_the_presets_stay(name, epochs):
+    """Committed tables name runs by their keys: what is not trained must not move them."""
+    study = presets.load(name)
+    found = {method: study.run(method, epochs).key for method in study.methods}
+    assert found == KEYS[name, epochs]
+
+
 @pytest.mark.parametrize("name", ["quick", "cpu", "gpu", "paper"])
 def test_baselines_differ_from_each_other_by_teacher_and_extent_alone(name):
     methods = presets.load(name).methods
@@ -98,6 +141,8 @@ def test_baselines_differ_from_each_other_by_teacher_and_extent_alone(name):
     assert methods["q0"].teacher == "chain"
     assert methods["ensemble"].schedule == "cosine"
     assert methods["ensemble"].wd_schedule == "flat"
+    learned = {name for name, method in methods.items() if method.mixture == "learned"}
+    assert learned == {"q0", "tail"}
 
 
 def test_paper_preset_is_the_papers():

@@ -25,7 +25,7 @@ def changed(one: config.Run, other: config.Run) -> set[str]:
 def test_every_experiment_resolves_to_its_budget_and_curves_end_where_training_does(preset):
     for each in plan.experiments(preset):
         assert each.run(preset, 0).epochs == pytest.approx(each.epochs), each.label
-    extent = plan.EXTENTS[preset]
+    extent = plan.load(preset)
     assert extent.budgets[-1] == max(count * epochs for count, epochs in extent.q0)
     assert {extent.ensemble, *extent.single} <= set(extent.budgets)
     study = presets.load(preset)
@@ -84,7 +84,7 @@ def test_the_reference_is_one_epoch_on_more_and_more_tokens():
 
 
 def test_where_the_best_size_is_settled_other_seeds_train_it_alone():
-    extent = plan.EXTENTS["cpu"]
+    extent = plan.load("cpu")
     settled = [multiple for multiple in extent.multiples if multiple <= extent.settled_to]
     runs = [each.run("cpu", 1) for each in plan.experiments("cpu", ["reference"])]
     assert len(runs) == len(settled)
@@ -98,7 +98,7 @@ def test_where_the_best_size_is_settled_other_seeds_train_it_alone():
 
 
 def test_a_tuned_reference_is_the_settled_model_by_other_recipes_only():
-    extent = plan.EXTENTS["cpu"]
+    extent = plan.load("cpu")
     runs = [each.run("cpu", 0) for each in plan.experiments("cpu", ["tuned_reference"])]
     others = [each.run("cpu", 0) for each in plan.experiments("cpu", ["reference"])]
     assert len(runs) == len(others) * len(extent.recipes) > 0
@@ -106,15 +106,33 @@ def test_a_tuned_reference_is_the_settled_model_by_other_recipes_only():
     assert len({run.key for run in (*runs, *others)}) == len(runs) + len(others)
 
 
+def test_a_plan_that_cannot_be_read_names_its_file(tmp_path, monkeypatch):
+    good = (plan.PLANS / "quick.toml").read_text()
+    bad = {
+        "bugdets = [1]\n" + good: r"quick\.toml: unknown field 'bugdets', known: budgets, q0,",
+        good.replace("ensemble = 48", ""): r"quick\.toml: missing field 'ensemble', known",
+        good + "\n[small.16]\nq9 = 'alpha=1'\n": r"quick\.toml: unknown method 'q9', known: q0",
+        "trials = 'some.csv'\n" + good: r"some\.csv: columns must be \['method', 'epochs',",
+    }
+    (tmp_path / "some.csv").write_text("method,fields\nq0,alpha=1\n")
+    monkeypatch.setattr(plan, "PLANS", tmp_path)
+    for text, words in bad.items():
+        (tmp_path / "quick.toml").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            plan.load.__wrapped__("quick")
+
+
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])
 def test_the_recipes_of_small_budgets_are_the_best_of_their_trials(budget):
     """By validation loss: q0's learned mixture, the others' uniform one."""
     trials = store.read(paths.RESULTS / "cpu" / "tuning.csv")
     trials = trials[(trials.epochs == budget) & ~trials.changed.str.contains("corpus")]
-    for method, fields in plan.EXTENTS["cpu"].small[budget].items():
+    tuned = dict(plan.load("cpu").small[budget])
+    assert tuned.pop("tail") == tuned["single"]
+    for method, fields in tuned.items():
         rows = trials[(trials.method == method) & trials.changed.str.contains("batch_tokens")]
         rows = rows[rows.members >= (1 if method == "single" else 2)]
-        best = rows.loc[rows.learned.idxmin() if method == "q0" else rows.uniform.idxmin()]
+        best = rows.loc[rows[presets.load("cpu").methods[method].mixture].idxmin()]
         assert len(rows) > 1
         assert set(fields.split()) <= set(best.changed.split())
 
@@ -122,7 +140,7 @@ def test_the_recipes_of_small_budgets_are_the_best_of_their_trials(budget):
 def test_snapshots_in_the_tail_are_of_the_same_run_as_the_one_model():
     planned = plan.experiments("cpu", ["small"])
     runs = {(each.label, each.epochs): each.run("cpu", 0) for each in planned}
-    for budget in plan.EXTENTS["cpu"].small:
+    for budget in plan.load("cpu").small:
         one, tail = (
             runs[name, budget] for name in ("one model", "one model, snapshots in its tail")
         )

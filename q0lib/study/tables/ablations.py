@@ -75,36 +75,36 @@ def against_full(ablations: pd.DataFrame, variants: Sequence[str]) -> pd.DataFra
     if missing := set(variants) - set(known.variant):
         raise ValueError(f"no pair of {sorted(missing)[0]!r} and the full recipe at one budget")
     for (variant, epochs), block in known.groupby(["variant", "epochs"], sort=False):
-        mean, _, high = efficiency.interval(block.behind.tolist())
-        alone = len(block) == 1
         whole = len(block) == block.paired.iloc[0]
         # Of some of the seeds alone, the mean's error over documents is at most their mean error.
         error = float((block.mean_behind_se if whole else block.behind_se).mean())
-        half = float(np.hypot(0.0 if alone else high - mean, 1.96 * error))
+        mean, low, high = efficiency.interval(block.behind, error)
         rows.append({"variant": variant, "epochs": epochs, "seeds": len(block),
                      "snapshot": block.snapshot.mean(), "learned": block.learned.mean(),
-                     "behind": mean, "low": mean - half, "high": mean + half,
+                     "behind": mean, "low": low, "high": high,
                      "by_seed": block.behind.tolist()})  # fmt: skip
     order = ["epochs", "behind"]
     return pd.DataFrame(rows).sort_values(order, ascending=[True, False], ignore_index=True)
 
 
-def leads(snapshots: pd.DataFrame, curves: pd.DataFrame) -> pd.DataFrame:
+def leads(
+    snapshots: pd.DataFrame, curves: pd.DataFrame, reference: str = "ensemble"
+) -> pd.DataFrame:
     """How many times fewer epochs and FLOPs than the largest ensemble each variant needs.
 
     `multipliers.against` of every variant in a table of snapshots, its learned mixture of all
-    snapshots so far, against the ensemble of `curves` (as `epoch_efficiency.table` has them), for
+    snapshots so far, against the reference of `curves` (as `epoch_efficiency.table` has them), for
     the seeds that a variant has. The interval covers the training seeds alone.
 
     Raises:
-        ValueError: a seed of the snapshots without an ensemble.
+        ValueError: a seed of the snapshots without a reference.
     """
     point = ["seed", "epochs", "flops", "loss"]
-    base = curves[(curves.method == "ensemble") & (curves.choice == "uniform")]
+    base = curves[(curves.method == reference) & (curves.choice == "uniform")]
     base = base.rename(columns={"test": "loss"})[["method", *point, "k"]]
     blocks = []
     for variant, rows in snapshots.groupby("variant", sort=False):
         ours = rows.rename(columns={"mixture": "loss"}).assign(method=variant)[["method", *point]]
         pair = pd.concat([ours, base[base.seed.isin(rows.seed)]])
-        blocks.append(multipliers.against(pair, ["ensemble"]))
+        blocks.append(multipliers.against(pair, [reference]))
     return pd.concat(blocks, ignore_index=True)

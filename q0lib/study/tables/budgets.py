@@ -11,14 +11,13 @@ from q0lib.study.tables import mixtures
 def small(found: plan.Trained) -> pd.DataFrame:
     """Budgets of a few epochs, a row a (way to spend them, seed, budget), with `mixtures.worth`.
 
-    `mixed` and `mixed_validation` are the mixture that each way is meant for: learned, but uniform
-    for independent models.
+    `mixed` and `mixed_validation` are the mixture that the method of each way is meant for.
     """
     rows = []
     for each, run in found:
         row = mixtures.worth(whole := population.load(run))
         row.pop("nll")
-        kind = "uniform" if each.method in ("ensemble", "single") else "learned"
+        kind = run.method.mixture
         rows.append({"spent_on": each.label, "seed": run.seed, "epochs": each.epochs, **row,
                      "mixed": row[kind], "mixed_validation": row[f"{kind}_validation"],
                      **mixtures.origin(whole)})  # fmt: skip

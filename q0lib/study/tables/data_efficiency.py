@@ -95,7 +95,6 @@ def table(
         references[seed] = rows.test.to_numpy(), np.array([theirs_of[name] for name in names])
     mean = [np.mean(each, axis=0) for each in zip(*references.values(), strict=True)]
     axis = np.sort(line.tokens.unique())
-    ends = axis[0] / tokens, axis[-1] / tokens
     rows = []
     for method, epochs in points:
         curve = curves[curves.method == method]
@@ -104,21 +103,16 @@ def table(
         at = curve[curve.epochs == epochs]
         if at.empty:
             continue
-        said, ratios, logs, clipped = [], [], [], 0
+        said, ratios, curves_drawn = [], [], []
         for row in at.itertuples():
             reference, drawn = references.get(row.seed, mean)
             said.append(efficiency.describe_efficiency(row.loss, axis, reference, tokens))
             ratios.append(efficiency.data_efficiency(row.loss, axis, reference, tokens))
-            found = np.array([
-                efficiency.data_efficiency(loss, axis, other, tokens)
-                for loss, other in zip(ours_of[method, row.seed, epochs], drawn.T, strict=True)
-            ])  # fmt: skip
-            clipped += int((~np.isfinite(found)).sum())
-            logs.append(np.log(np.clip(np.nan_to_num(found, nan=ends[0]), *ends)))
-        spread = float(np.mean(logs, axis=0).std())
+            curves_drawn.append((axis, drawn, ours_of[method, row.seed, epochs]))
+        spread, clipped = intervals.crossing_spread(curves_drawn)
         multiplier, low, high = efficiency.ratio_interval(ratios, spread)
         rows.append({"method": method, "epochs": epochs, "loss": at.loss.mean(),
                      "multiplier": multiplier, "low": low, "high": high, "seeds": len(at),
                      "reached": int(np.isfinite(ratios).sum()),
-                     "clipped": clipped / np.size(logs), "cases": "; ".join(said)})  # fmt: skip
+                     "clipped": clipped, "cases": "; ".join(said)})  # fmt: skip
     return pd.DataFrame(rows)

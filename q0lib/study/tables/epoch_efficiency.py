@@ -4,12 +4,12 @@ One row a (method, seed, budget, K, choice); the choice is made on fitness text,
 three splits stand beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
 
-from q0lib import prior
+from q0lib import config, prior
 from q0lib.population import Population
 from q0lib.study.tables import intervals, mixtures
 
@@ -44,9 +44,9 @@ def rows(population: Population, budgets: Sequence[float], ks: Sequence[int] = (
 
     An ensemble is read off at its first members, trajectories with cycles at their first cycles;
     budgets that the population does not contain are left out. Each budget has the uniform mixture
-    of all members; the paper's prior (fitted by AdamW, as there), cut to every K of `ks`, to
-    every power of two and to all members, of which the K chosen on fitness documents has best_k
-    true; and the greedy choice at every K of `ks`.
+    of all members; the paper's fit (by AdamW), cut to every K of `ks`, to every power of two and to
+    all members, of which the K chosen on fitness documents has best_k true; and the greedy choice
+    at every K of `ks`, which starts from the paper's fit too.
     """
     run, frames = population.run, []
     for epochs in budgets:
@@ -55,13 +55,13 @@ def rows(population: Population, budgets: Sequence[float], ks: Sequence[int] = (
             continue
         sizes = [*ks, *(2**i for i in range(len(part).bit_length())), len(part)]
         best = mixtures.chosen_k(part, sizes)
-        fitted = prior.fit_prior(part.P["fitness"], "adamw")
-        learned = mixtures.selections(part, sizes, ["truncate"], fitted)
-        learned["best_k"] = learned.k == best
-        uniform = mixtures.selections(part, [len(part)], ["uniform"], fitted).assign(best_k=False)
-        greedy = mixtures.selections(part, ks if len(part) > 1 else [], ["greedy"], fitted)
+        papers = prior.fit_prior(part.P["fitness"], "adamw")
+        cut = mixtures.selections(part, sizes, ["truncate"], papers)
+        cut["best_k"] = cut.k == best
+        uniform = mixtures.selections(part, [len(part)], ["uniform"], papers).assign(best_k=False)
+        greedy = mixtures.selections(part, ks if len(part) > 1 else [], ["greedy"], papers)
         greedy = greedy.assign(best_k=False)
-        table = pd.concat([uniform, learned, greedy], ignore_index=True)
+        table = pd.concat([uniform, cut, greedy], ignore_index=True)
         table.insert(0, "trajectories", part.run.trajectories)
         table.insert(0, "epochs", epochs)
         frames.append(table)
@@ -74,58 +74,61 @@ def rows(population: Population, budgets: Sequence[float], ks: Sequence[int] = (
 
 
 def curves(
-    table: pd.DataFrame, ks: Sequence[int], protocol: Literal["clean", "paper"] = "clean"
+    table: pd.DataFrame,
+    methods: Mapping[str, config.Method],
+    ks: Sequence[int],
+    protocol: Literal["clean", "paper"] = "clean",
 ) -> pd.DataFrame:
     """The test-loss curves of a table of `rows`, one row a (seed, method, budget).
 
-    q0 gives a curve at its best K ("q0"), one of the uniform mixture of all its snapshots
-    ("q0_uniform"), and two for each fixed K that a budget holds, of the paper's cut ("q0_k8") and
-    of the greedy choice ("q0_greedy_k8"); any other method is the uniform mixture of all its
-    members. "clean" takes the K chosen on fitness documents and the number of trajectories that
-    is best on validation over the seeds; "paper" takes both by the test loss that is reported, as
-    the paper does with its validation loss.
+    Of `methods`, one whose mixture is learned gives a curve of the paper's cut at its best K
+    ("q0"), one of the uniform mixture of all its snapshots ("q0_uniform"), and two for each fixed K
+    that a budget holds, of the paper's cut ("q0_k8") and of the greedy choice ("q0_greedy_k8"); one
+    whose mixture is uniform gives that of all its members. "clean" takes the K chosen on fitness
+    documents and the number of trajectories that is best on validation over the seeds; "paper"
+    takes both by the test loss that is reported, as the paper does with its validation loss.
 
     Columns: seed, method, base (whose population it is), epochs, flops, trajectories, choice, k,
     validation, loss.
 
     Raises:
-        ValueError: a K beyond every population, or one that the table does not have wherever it
-            could.
+        ValueError: a method that is none of `methods`, a K beyond every population, or one that
+            the table does not have wherever it could.
     """
     judge = "validation" if protocol == "clean" else "test"
     curves = []
     for method, rows in table.groupby("method", sort=False):
+        if method not in methods:
+            raise ValueError(f"the table has a method {method!r}, known: {', '.join(methods)}")
         uniform = rows[rows.choice == "uniform"]
-        if method != "q0":
+        if methods[method].mixture == "uniform":
             curves.append(uniform.assign(base=method))
             continue
-        learned = rows[rows.choice == "truncate"]
-        mixtures.check_sizes(ks, int(learned.k.max()))
-        greedy = rows[rows.choice == "greedy"]
-        _check_cuts(learned, greedy, ks)
-        best = learned[learned.best_k.astype(bool)]
+        cut, greedy = (rows[rows.choice == choice] for choice in ("truncate", "greedy"))
+        mixtures.check_sizes(ks, int(cut.k.max()))
+        _check_cuts(cut, greedy, ks)
+        best = cut[cut.best_k.astype(bool)]
         if protocol == "paper":
-            best = learned.sort_values("test").drop_duplicates(["seed", "epochs", "trajectories"])
-        named = {"q0": best, "q0_uniform": uniform}
-        named |= {f"q0_k{k}": learned[learned.k == k] for k in ks}
-        named |= {f"q0_greedy_k{k}": greedy[greedy.k == k] for k in ks}
-        curves += [
-            intervals.elected(block, "epochs", "trajectories", judge).assign(method=name, base="q0")
-            for name, block in named.items()
-            if len(block)
-        ]
+            best = cut.sort_values("test").drop_duplicates(["seed", "epochs", "trajectories"])
+        named = {method: best, f"{method}_uniform": uniform}
+        named |= {f"{method}_k{k}": cut[cut.k == k] for k in ks}
+        named |= {f"{method}_greedy_k{k}": greedy[greedy.k == k] for k in ks}
+        for name, block in named.items():
+            if len(block):
+                chosen = intervals.elected(block, "epochs", "trajectories", judge)
+                curves.append(chosen.assign(method=name, base=method))
     curve = pd.concat(curves).drop_duplicates(["seed", "method", "epochs"])
     columns = ["seed", "method", "base", "epochs", "flops", "trajectories", "choice", "k",
                "validation", "loss"]  # fmt: skip
     return curve.rename(columns={"test": "loss"})[columns].reset_index(drop=True)
 
 
-def _check_cuts(learned: pd.DataFrame, greedy: pd.DataFrame, ks: Sequence[int]) -> None:
+def _check_cuts(cut: pd.DataFrame, greedy: pd.DataFrame, ks: Sequence[int]) -> None:
     """Raise ValueError unless both choices have each K at every budget with so many snapshots."""
     point = ["seed", "epochs", "trajectories"]
-    members = learned.groupby(point).k.max()
+    members = cut.groupby(point).k.max()
     for k in ks:
-        for name, rows in {"cut": learned, "greedy choice": greedy}.items():
+        for name, rows in {"cut": cut, "greedy choice": greedy}.items():
             lacks = members[members >= k].index.difference(
                 pd.MultiIndex.from_frame(rows.loc[rows.k == k, point])
             )
@@ -149,8 +152,8 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
         ours = [each for each in populations if (each.run.name, each.run.seed) == (base, seed)]
         part = next(filter(None, (mixtures.at_budget(each, epochs, count) for each in ours)))
         P = part.P["fitness"]
-        fitted = None if set(points.choice) == {"uniform"} else prior.fit_prior(P, "adamw")
+        papers = None if set(points.choice) == {"uniform"} else prior.fit_prior(P, "adamw")
         for point in points.itertuples():
-            chosen = prior.select(P, int(point.k), point.choice, fitted)
+            chosen = prior.select(P, int(point.k), point.choice, papers)
             sums[point.method, seed, epochs] = intervals.document_sums(part, chosen.weights)
     return intervals.document_frame(sums)

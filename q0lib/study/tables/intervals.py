@@ -1,5 +1,7 @@
 """Seeds and documents: who is elected over seeds, means with intervals, texts drawn anew."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
@@ -73,3 +75,22 @@ def resampled_losses(documents: pd.DataFrame) -> dict[tuple, np.ndarray]:
     points = sums[sums.index.get_level_values("method") != "tokens"]
     losses = draws @ points.to_numpy().T / (draws @ tokens)[:, None]
     return {point: losses[:, i] for i, point in enumerate(points.index)}
+
+
+def crossing_spread(curves: Sequence[tuple[np.ndarray, ...]]) -> tuple[float, float]:
+    """How much the place where curves meet their goals depends on the choice of test documents.
+
+    curves: of each seed the costs [n], and on texts drawn anew the losses [n, draws] there and the
+    goals [draws]; every curve sees the same draws. Returns the standard deviation over draws of the
+    logarithm of the crossing, mean over seeds, and the share of draws that show no crossing, where
+    the curve's first or last cost stood in for it.
+    """
+    logs, clipped = [], []
+    for costs, losses, goals in curves:
+        found = np.array([
+            efficiency.matched_epochs(costs, drawn, goal)
+            for drawn, goal in zip(losses.T, goals, strict=True)
+        ])  # fmt: skip
+        clipped.append(~np.isfinite(found))
+        logs.append(np.log(np.clip(np.nan_to_num(found, nan=costs[0]), costs[0], costs[-1])))
+    return float(np.mean(logs, axis=0).std()), float(np.mean(clipped))

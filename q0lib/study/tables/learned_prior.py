@@ -26,17 +26,21 @@ def by_fitness_size(
     """What more fitness text buys: losses after choosing on its first `sizes` tokens.
 
     Columns: tokens, choice, loss (nats per token on `split`). Choices: "prior" (exact weights on
-    all members) and, each of k members, "truncate", "greedy", "lowest" and "uniform" (evenly
-    spread, which needs no fitness text).
+    all members) and, each of k members, "truncate" (the paper's fit, cut), "greedy", "lowest" and
+    "uniform" (evenly spread, which needs no fitness text).
+
+    Raises:
+        ValueError: a k that the population does not have.
     """
+    mixtures.check_sizes([k], len(population))
     P, total = population.P["fitness"], population.P["fitness"].shape[1]
     rows = []
     for size in [*(size for size in sizes if size < total), total]:
         part = P[:, :size]
-        fitted = prior.fit_prior(part, "adamw")
+        papers = prior.fit_prior(part, "adamw")
         weights = {"prior": prior.fit_prior(part).weights}
         for choice in mixtures.CHOICES:
-            weights[choice] = prior.select(part, k, choice, fitted).weights
+            weights[choice] = prior.select(part, k, choice, papers).weights
         rows += [
             {"tokens": size, "choice": name, "loss": ensemble.mixture_nll(w, population.P[split])}
             for name, w in weights.items()
@@ -49,18 +53,22 @@ def tables(
 ) -> dict[str, pd.DataFrame]:
     """Everything that the notebook on the prior shows, for the populations of `runs`.
 
-    prior_fits: both fits with loss, certificate and seconds. prior_weights: the exact weight of
-    every member. prior_choices: `selections` by every choice, with the paired distance of each K
-    to the same choice's largest K, and what K costs at inference. prior_cross_validation: every
-    choice and K on held-out fitness documents; `chosen` marks the smallest K within one standard
-    error of the best. prior_fitness_size: `by_fitness_size`.
+    prior_fits: the exact fit and the paper's (adamw), with loss, certificate and seconds.
+    prior_weights: the exact weight of every member. prior_choices: `mixtures.selections` by every
+    choice, with the paired distance of each K to the same choice's largest K, and what K costs at
+    inference. prior_cross_validation: every choice and K on held-out fitness documents; `chosen`
+    marks the smallest K within one standard error of the best. prior_fitness_size:
+    `by_fitness_size`.
+
+    Raises:
+        ValueError: a K or k that a population does not have.
     """
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     for run in runs:
         part = load(run)
         P, possible = part.P["fitness"], mixtures.check_sizes(ks, len(part))
         fitted = {name: _timed_fit(P, name) for name in ("exact", "adamw")}
-        weights = fitted["exact"][0].weights
+        weights, papers = fitted["exact"][0].weights, fitted["adamw"][0]
         held_out = ensemble.cross_validate(
             P, part.documents["fitness"], possible, mixtures.ALL_CHOICES
         )
@@ -73,7 +81,7 @@ def tables(
             ]),
             "prior_weights": part.members[["epochs", "fitness_loss"]].assign(weight=weights),
             "prior_choices": _with_costs(
-                part, mixtures.selections(part, possible, mixtures.ALL_CHOICES)
+                part, mixtures.selections(part, possible, mixtures.ALL_CHOICES, papers), papers
             ),
             "prior_cross_validation": pd.DataFrame(
                 [{"choice": each.method, "k": each.k, "nll": each.nll, "se": each.se,
@@ -93,13 +101,12 @@ def _timed_fit(P: np.ndarray, method: prior.Fit) -> tuple[prior.Prior, float]:
     return prior.fit_prior(P, method), time.perf_counter() - started
 
 
-def _with_costs(population: Population, table: pd.DataFrame) -> pd.DataFrame:
+def _with_costs(population: Population, table: pd.DataFrame, papers: prior.Prior) -> pd.DataFrame:
     """Add to `selections` the paired distance to each choice's largest K, and inference costs."""
     P, documents = population.P, population.documents["test"]
-    fitted = prior.fit_prior(P["fitness"], "adamw")
     rows = []
     for choice, block in table.groupby("choice", sort=False):
-        path = prior.select_path(P["fitness"], block.k.tolist(), choice, fitted)
+        path = prior.select_path(P["fitness"], block.k.tolist(), choice, papers)
         nll = {k: -ensemble.mixture_log_probs(each.weights, P["test"]) for k, each in path.items()}
         most = nll[max(nll)]
         rows += [ensemble.paired_difference(values, most, documents) for values in nll.values()]

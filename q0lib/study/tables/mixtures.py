@@ -16,21 +16,23 @@ def selections(
     population: Population,
     ks: Sequence[int],
     choices: Sequence[prior.Choice],
-    fitted: prior.Prior | None = None,
+    papers: prior.Prior,
 ) -> pd.DataFrame:
     """Losses of the population's mixtures, by choice and K.
 
-    Members and weights are chosen on the fitness split, by the AdamW fit unless another is
-    `fitted`. K that the population does not have are left out. `test_se` is the standard error
-    of the test loss over documents.
+    Members and weights are chosen on the fitness split, where that starts from fitted weights by
+    the `papers`, AdamW's on that split. K that the population does not have are left out. `test_se`
+    is the standard error of the test loss over documents.
 
     Columns: choice, k, fitness, validation, test (nats per token), test_se, flops (training).
+
+    Raises:
+        ValueError: a K that is no whole number >= 1.
     """
-    possible = sorted({k for k in ks if k <= len(population)})
-    fitted = fitted or prior.fit_prior(population.P["fitness"], "adamw")
+    possible = sizes_within(ks, len(population))
     rows = []
     for choice in choices:
-        path = prior.select_path(population.P["fitness"], possible, choice, fitted)
+        path = prior.select_path(population.P["fitness"], possible, choice, papers)
         for k, selection in path.items():
             rows.append({"choice": choice, "k": k, **_losses(population, selection.weights)})
     return pd.DataFrame(rows)
@@ -54,11 +56,17 @@ def _losses(population: Population, weights: np.ndarray) -> dict[str, float]:
 
 
 def check_sizes(ks: Sequence[int], members: int) -> list[int]:
-    """The sizes K, in order; ValueError for one that is not in 1..members."""
+    """The sizes K, in order; ValueError for one that is no whole number in 1..members."""
     for k in ks:
-        if not 1 <= k <= members:
+        whole = isinstance(k, int | np.integer) and not isinstance(k, bool)
+        if not (whole and 1 <= k <= members):
             raise ValueError(f"population sizes K must be in 1..{members}, got {k}")
     return sorted(set(ks))
+
+
+def sizes_within(ks: Sequence[int], members: int) -> list[int]:
+    """Those of the sizes K that `members` have, in order; ValueError for what is no size."""
+    return [k for k in check_sizes(ks, max([members, *ks])) if k <= members]
 
 
 def chosen_k(population: Population, ks: Sequence[int], choice: prior.Choice = "truncate") -> int:
@@ -68,7 +76,7 @@ def chosen_k(population: Population, ks: Sequence[int], choice: prior.Choice = "
     same split tell otherwise, and leave validation and test alone. What a member costs at
     inference does not count here; `learned_prior.tables` marks the smallest K that is as good.
     """
-    possible = sorted({k for k in ks if k <= len(population)})
+    possible = sizes_within(ks, len(population))
     if len(possible) == 1:
         return possible[0]
     held_out = ensemble.cross_validate(
@@ -95,7 +103,8 @@ def at_budget(population: Population, epochs: float, trajectories: int) -> Popul
 
 
 def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
-    """The loss of each snapshot of one trajectory, and of the learned mixture of all up to it.
+    """The loss of each snapshot of one trajectory, and of the learned mixture (exact weights) of
+    all up to it.
 
     Columns: epochs, flops (spent on it so far), member, mixture (nats per token).
     """
@@ -117,7 +126,7 @@ def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
 
 def worth(part: population.Population) -> dict:
     """What a population is worth on test: its learned mixture (exact weights), the uniform one,
-    that of the 8 heaviest (k8), its snapshots' mean, the last of them, and what it cost; the first
+    the paper's cut to 8 (k8), its snapshots' mean, the last of them, and what it cost; the first
     two on validation too. `nll` holds the learned mixture's loss of every token."""
     P, M = part.P, len(part)
     weights = {"learned": prior.fit_prior(P["fitness"]).weights, "uniform": np.full(M, 1 / M)}
@@ -128,6 +137,7 @@ def worth(part: population.Population) -> dict:
         row[name] = ensemble.mixture_nll(each, P["test"])
         row[f"{name}_validation"] = ensemble.mixture_nll(each, P["validation"])
     if M >= 8:
-        chosen = prior.select(P["fitness"], 8, "truncate")
+        papers = prior.fit_prior(P["fitness"], "adamw")
+        chosen = prior.select(P["fitness"], 8, "truncate", papers)
         row["k8"] = ensemble.mixture_nll(chosen.weights, P["test"])
     return row

@@ -53,8 +53,7 @@ def against(
                 values = [float(each.multiplier) for each in found]
                 spread, clipped = 0.0, math.nan
                 if documents is not None and np.isfinite(values).all():
-                    logs, clipped = _resampled(pair, method, reference, axis, documents)
-                    spread = float(logs.std())
+                    spread, clipped = _document_spread(pair, method, reference, axis, documents)
                 mean, low, high = efficiency.ratio_interval(values, spread)
                 rows.append(
                     {"method": method, "reference": reference, "axis": axis, "multiplier": mean,
@@ -105,39 +104,31 @@ def by_budget(
     return pd.DataFrame(rows)
 
 
-def _resampled(
+def _document_spread(
     curves: pd.DataFrame, method: str, reference: str, axis: str, documents: pd.DataFrame
-) -> tuple[np.ndarray, float]:
-    """Logarithms of multipliers, means over seeds [draws], on test documents drawn anew.
+) -> tuple[float, float]:
+    """`intervals.crossing_spread` of a method's curves and the last points of a reference's.
 
-    Every point of every curve sees the same draw. Where a draw shows no crossing, its bound (the
-    curve's last or first cost) stands in; the share of those comes second.
+    Raises:
+        ValueError: documents that do not add up to the losses of `curves`.
     """
     losses = intervals.resampled_losses(documents)
     means = documents.set_index(intervals.POINT).filter(regex=r"^d\d+$").sum(axis=1)
     means /= means.loc["tokens"].iloc[0]
-    total, seeds, clipped = np.zeros(intervals.DRAWS), curves.seed.unique(), 0
-    for seed in seeds:
-        of_seed = curves[curves.seed == seed].sort_values(axis)
-        ours, theirs = (of_seed[of_seed.method == name] for name in (method, reference))
-        drawn = []
-        for rows in (ours, theirs.tail(1)):
-            points = [(row.method, seed, row.epochs) for row in rows.itertuples()]
-            off = [point for point, loss in zip(points, rows.loss, strict=True)
-                   if not abs(means.get(point, np.nan) - loss) < 1e-4]  # fmt: skip
-            if off:
+    drawn = []
+    for seed, block in curves.sort_values(axis).groupby("seed"):
+        ours, theirs = (block[block.method == name] for name in (method, reference))
+        rows = pd.concat([ours, theirs.tail(1)])
+        points = list(rows[intervals.POINT].itertuples(index=False, name=None))
+        for point, loss in zip(points, rows.loss, strict=True):
+            if not abs(means.get(point, np.nan) - loss) < 1e-4:
                 raise ValueError(
-                    f"the documents do not add up to the loss of {off[0][0]}, seed {seed}, "
-                    f"{off[0][2]:g} epochs: they are of other curves"
+                    f"the documents do not add up to the loss of {point[0]}, seed {seed}, "
+                    f"{point[2]:g} epochs: they are of other curves"
                 )
-            drawn.append(np.stack([losses[point] for point in points]))
-        x, cost = ours[axis].to_numpy(), float(theirs[axis].iloc[-1])
-        for draw in range(intervals.DRAWS):
-            matched = efficiency.matched_epochs(x, drawn[0][:, draw], drawn[1][0, draw])
-            clipped += not math.isfinite(matched)
-            matched = x[-1] if math.isinf(matched) else x[0] if math.isnan(matched) else matched
-            total[draw] += math.log(cost / matched) / len(seeds)
-    return total, clipped / (intervals.DRAWS * len(seeds))
+        *curve, goals = (losses[point] for point in points)
+        drawn.append((ours[axis].to_numpy(), np.stack(curve), goals))
+    return intervals.crossing_spread(drawn)
 
 
 def wide(table: pd.DataFrame) -> pd.DataFrame:
@@ -174,14 +165,16 @@ def marked(
     return found.assign(earliest=cost / row.high, latest=cost / row.low, label=label)
 
 
-def sentence(table: pd.DataFrame) -> str:
+def sentence(table: pd.DataFrame, method: str = "q0") -> str:
     """The headline of a table of `against`, for a terminal or the foot of a figure."""
     lines = []
-    for row in table[table.method == "q0"].itertuples():
+    for row in table[table.method == method].itertuples():
         axis = {"flops": "FLOPs"}.get(row.axis, row.axis)
         seeds = f"{row.seeds} seeds" if row.seeds > 1 else "one seed"
         more = row.cases if np.isnan(row.multiplier) else seeds
-        lines.append(f"q0 matches the {row.reference} with fewer {axis}: {_said(row)} ({more})")
+        lines.append(
+            f"{method} matches the {row.reference} with fewer {axis}: {_said(row)} ({more})"
+        )
     return "\n".join(lines)
 
 

@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 from tiny import made, tiny_study
 
-from q0lib import efficiency
+from q0lib import efficiency, presets
 from q0lib.study.tables import epoch_efficiency, intervals, multipliers, store
+
+METHODS = presets.load("quick").methods
 
 
 def test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_test():
@@ -25,18 +27,26 @@ def test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_te
     alone = rows.iloc[:1].assign(trajectories=3, k=2, validation=3.0, test=3.0)  # of one seed
     cuts = pd.concat([rows, alone], ignore_index=True)
     table = pd.concat([cuts, cuts.assign(choice="greedy", best_k=False)], ignore_index=True)
-    clean = epoch_efficiency.curves(table, [2]).set_index(["method", "seed"])
+    clean = epoch_efficiency.curves(table, METHODS, [2]).set_index(["method", "seed"])
     assert clean.trajectories.unique().tolist() == [1]
     assert clean.loss["q0", 0] == 4.5
     assert clean.loss["q0_k2", 1] == 4.6
-    paper = epoch_efficiency.curves(table, [2], "paper").set_index(["method", "seed"])
+    paper = epoch_efficiency.curves(table, METHODS, [2], "paper").set_index(["method", "seed"])
     assert paper.loss["q0", 1] == 4.2
     assert paper.k["q0", 1] == 2
     assert paper.trajectories["q0_k2", 0] == 2
     with pytest.raises(ValueError, match=r"no greedy choice of K = 2 at 8 epochs, seed 0; run"):
-        epoch_efficiency.curves(cuts, [2])
+        epoch_efficiency.curves(cuts, METHODS, [2])
     with pytest.raises(ValueError, match="no cut of K = 3 at 8 epochs"):
-        epoch_efficiency.curves(table, [3])
+        epoch_efficiency.curves(table, METHODS, [3])
+    # What a method's curves are, its mixture says, and not its name.
+    renamed = table.assign(method="other")
+    learned = epoch_efficiency.curves(renamed, {"other": METHODS["q0"]}, [2])
+    names = ["other", "other_greedy_k2", "other_k2"]
+    assert sorted(learned.method.unique()) == names
+    assert set(learned.base) == {"other"}
+    with pytest.raises(ValueError, match="the table has a method 'other', known: q0, ensemble"):
+        epoch_efficiency.curves(renamed, METHODS, [2])
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
@@ -44,7 +54,8 @@ def test_document_losses_add_up_and_widen_the_interval():
     q0 = [made(tiny_study(seed).run("q0", 16), 8, seed=seed) for seed in (0, 1)]
     base = [made(tiny_study(seed).run("ensemble", 8), 4, seed=9 + seed) for seed in (0, 1)]
     populations = [*q0, *base]
-    curves = epoch_efficiency.curves(epoch_efficiency.table(populations, [2, 4, 8, 16], [2]), [2])
+    table = epoch_efficiency.table(populations, [2, 4, 8, 16], [2])
+    curves = epoch_efficiency.curves(table, METHODS, [2])
     documents = epoch_efficiency.document_losses(populations, curves)
     tokens = documents[documents.method == "tokens"].filter(regex="^d").to_numpy()[0]
     assert tokens.sum() == 600
@@ -75,10 +86,8 @@ def test_document_losses_add_up_and_widen_the_interval():
             clipped += not math.isfinite(matched)
             matched = x[-1] if math.isinf(matched) else x[0] if math.isnan(matched) else matched
             values[draw] += np.log(8 / matched) / 2
-    found, share = multipliers._resampled(one, "q0_uniform", "ensemble", "epochs", documents)
-    np.testing.assert_allclose(found, values)
-    assert share == clipped / (2 * intervals.DRAWS)
     row = wider[(wider.method == "q0_uniform") & (wider.axis == "epochs")].iloc[0]
+    assert row.clipped == clipped / (2 * intervals.DRAWS)
     alone = plain[(plain.method == "q0_uniform") & (plain.axis == "epochs")].iloc[0]
     halves = [np.log(each.high / each.multiplier) for each in (row, alone)]
     assert halves[0] == pytest.approx(np.hypot(halves[1], 1.96 * values.std()))
@@ -168,12 +177,12 @@ def test_curves_and_intervals(tmp_path):
     run = tiny_study().run("q0", 16)
     with pytest.warns(UserWarning, match="tokens"):
         table = epoch_efficiency.rows(made(run, 8), [4, 16], [1, 4])
-    curves = epoch_efficiency.curves(table, [1, 4])
+    curves = epoch_efficiency.curves(table, METHODS, [1, 4])
     assert sorted(curves.method.unique()) == [
         "q0", "q0_greedy_k1", "q0_greedy_k4", "q0_k1", "q0_k4", "q0_uniform",
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 9"):
-        epoch_efficiency.curves(table, [9])
+        epoch_efficiency.curves(table, METHODS, [9])
     assert table.run.unique().tolist() == [f"quick/{run.directory.name}"]
     assert curves[curves.method == "q0_k4"].epochs.tolist() == [16], "4 epochs hold 2 snapshots"
     summary = intervals.over_seeds(curves)

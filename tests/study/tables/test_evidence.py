@@ -1,5 +1,7 @@
 """Ablations, data efficiency, the summary: from populations and tables whose numbers are known."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -111,8 +113,9 @@ def test_small_budgets_have_a_row_each(found):
     assert table.spent_on.tolist() == [FULL, "slow"] * 2
     assert (table.learned < table.snapshot).all()
     assert (table.mixed == table.learned).all()
-    independent = [(Experiment("small", "models", "ensemble", 32), found[0][1])]
-    apart = budgets.small(independent).iloc[0]
+    alike = dataclasses.replace(found[0][1].method, mixture="uniform")
+    alike = dataclasses.replace(found[0][1], method=alike)  # of the same directory
+    apart = budgets.small([(found[0][0], alike)]).iloc[0]
     P = population.load(found[0][1]).P
     assert apart.mixed == pytest.approx(-np.log(P["test"].mean(0)).mean(), abs=1e-6)
     assert apart.mixed_validation == pytest.approx(

@@ -14,7 +14,9 @@ def test_selections_are_the_mixtures_they_name():
     run = tiny_study().run("q0", 16)
     population = made(run, 8)
     with pytest.warns(UserWarning, match="tokens"):
-        table = mixtures.selections(population, [1, 4, 8, 20], ["truncate", "lowest", "uniform"])
+        papers = prior.fit_prior(population.P["fitness"], "adamw")
+    choices = ["truncate", "lowest", "uniform"]
+    table = mixtures.selections(population, [1, 4, 8, 20], choices, papers)
     assert sorted(table.k.unique()) == [1, 4, 8]
     row = table[(table.choice == "lowest") & (table.k == 4)].iloc[0]
     weights = prior.select(population.P["fitness"], 4, "lowest").weights
@@ -33,7 +35,7 @@ def test_budgets_are_prefixes():
     assert part.k == 4
     assert part.test == pytest.approx(-np.log(q0.P["test"][:4].mean(0)).mean(), abs=1e-6)
     assert table.groupby("epochs").best_k.sum().tolist() == [1, 1, 1]
-    for k in (0, 9):
+    for k in (0, 9, True, 2.5):
         with pytest.raises(ValueError, match=rf"K must be in 1\.\.8, got {k}"):
             epoch_efficiency.table([q0], [8], [k])
     assert table[(table.epochs == 16) & (table.choice == "truncate")].k.tolist() == [1, 2, 4, 8]
@@ -68,7 +70,10 @@ def test_k_is_chosen_without_validation_or_test():
     blind = dataclasses.replace(population, P={"fitness": P}, documents=population.documents)
     assert mixtures.chosen_k(blind, [1, 2, 8]) == 2
     assert mixtures.chosen_k(blind, [1, 8]) == 8
-    assert mixtures.chosen_k(blind, [8]) == 8
+    assert mixtures.chosen_k(blind, [8, 9]) == 8
+    for k in (0, True, 2.5):
+        with pytest.raises(ValueError, match=rf"K must be in 1\.\.8, got {k}"):
+            mixtures.chosen_k(blind, [k, 8])
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
@@ -89,6 +94,8 @@ def test_prior_tables_are_consistent(monkeypatch):
     monkeypatch.setattr(learned_prior, "load", lambda run: populations[run.seed])
     with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 99"):
         learned_prior.tables(runs, [1, 99], [200], k=2)
+    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got True"):
+        learned_prior.tables(runs, [1], [200], k=True)
     tables = learned_prior.tables(runs, [1, 2, 4, 8], [200], k=2)
     assert list(tables) == list(learned_prior.TABLES)
     assert all(table.seed.unique().tolist() == [0, 1] for table in tables.values())
