@@ -69,6 +69,17 @@ def test_flops_by_hand():
     assert forward_flops(looped, looped=False) == forward_flops(plain)
 
 
+@pytest.mark.parametrize("window", [6, 3, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_holds_as_many_keys_as_it_says_the_query_among_them(window, dtype):
+    """With queries of zero every key that is seen weighs the same, and values tell them apart."""
+    values = torch.eye(6, dtype=dtype)[None, None]
+    q, k = torch.zeros(2, 1, 1, 6, 6, dtype=dtype)
+    seen = attention(q, k, values, window)[0, 0] > 0
+    expected = [[max(0, i - window + 1) <= j <= i for j in range(6)] for i in range(6)]
+    assert seen.tolist() == expected
+
+
 @pytest.mark.parametrize("window", [32, 16, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_matches_pytorch(window, dtype):

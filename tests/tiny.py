@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from q0lib import config, corpus, population, presets
+from q0lib import config, population, presets
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def tiny_study(seed: int = 0, *overrides: str) -> config.Preset:
     """Preset quick, shrunk until a cycle takes a fraction of a second."""
     small = [
         f"corpus.source={some_messages()}", "corpus.document_chars=300",
-        "corpus.train_tokens=1200", "corpus.fitness_tokens=400", "corpus.validation_tokens=400",
+        "corpus.train_tokens=1200", "corpus.fitness_tokens=450", "corpus.validation_tokens=350",
         "corpus.test_tokens=400", "corpus.vocab_size=300", "model.vocab_size=300",
         "model.context=32", "model.layers=2", "model.width=32", "model.heads=2",
         "methods.batch_tokens=256", "methods.edge_batch_tokens=0", "q0.distill_after=1",
@@ -41,13 +41,20 @@ def with_runtime(run: config.Run, **changes: object) -> config.Run:
 
 
 def made(run: config.Run, members: int, tokens: int = 600, seed: int = 0) -> population.Population:
-    """A population of random but plausible probabilities; later members are better."""
-    rng = np.random.default_rng(seed)
-    common = rng.gamma(2.0, 1.0, tokens)
-    rows = []
-    for i in range(members):
-        rows.append(np.exp(-np.maximum(common + rng.normal(0, 0.5, tokens) + 1 / (i + 1), 0.01)))
-    P = {split: np.array(rows, dtype=np.float32) for split in corpus.HELD_OUT}
+    """A population of random but plausible probabilities; later members are better.
+
+    Every split has rows of its own, fewer tokens than fitness's `tokens`, and documents of unequal
+    length (the same whatever the seed), so that what was fitted to the wrong split shows.
+    """
+    rng, text = np.random.default_rng(seed), np.random.default_rng(0)
+    P, documents = {}, {}
+    for split, share in {"fitness": 1.0, "validation": 0.8, "test": 0.9}.items():
+        count = int(share * tokens)
+        common = rng.gamma(2.0, 1.0, count)
+        rows = [common + rng.normal(0, 0.5, count) + 1 / (i + 1) for i in range(members)]
+        P[split] = np.exp(-np.maximum(rows, 0.01)).astype(np.float32)
+        borders = np.sort(text.choice(np.arange(1, count), count // 30 - 1, replace=False))
+        documents[split] = np.searchsorted(borders, np.arange(count), side="right")
     per = run.cycles
     table = pd.DataFrame(
         {
@@ -59,5 +66,4 @@ def made(run: config.Run, members: int, tokens: int = 600, seed: int = 0) -> pop
             "commit": "abc",
         }
     )
-    documents = {split: np.arange(tokens) // 30 for split in corpus.HELD_OUT}
     return population.Population(run, run.directory, P, table, documents)

@@ -58,20 +58,21 @@ def test_document_losses_add_up_and_widen_the_interval():
     curves = epoch_efficiency.curves(table, METHODS, [2])
     documents = epoch_efficiency.document_losses(populations, curves)
     tokens = documents[documents.method == "tokens"].filter(regex="^d").to_numpy()[0]
-    assert tokens.sum() == 600
+    scored, D = q0[0].P["test"].shape[1], len(tokens)
+    assert tokens.sum() == scored
     assert len(documents) == len(curves) + 1
     assert set(curves[curves.method == "q0_greedy_k2"].base) == {"q0"}
     keys = ["method", "seed", "epochs"]
     sums = documents.set_index(keys).filter(regex="^d").sum(axis=1)
     for row in curves.itertuples():
-        assert sums[row.method, row.seed, row.epochs] / 600 == pytest.approx(row.loss, abs=1e-6)
+        assert sums[row.method, row.seed, row.epochs] / scored == pytest.approx(row.loss, abs=1e-6)
     plain = multipliers.against(curves, ["ensemble"])
     wider = multipliers.against(curves, ["ensemble"], documents)
     pd.testing.assert_series_equal(plain.multiplier, wider.multiplier)
     with pytest.raises(ValueError, match="of other curves"):
         multipliers.against(curves.assign(loss=curves.loss + 0.01), ["ensemble"], documents)
     # The same by hand for one pair: a bootstrap of documents with the same draws.
-    draws = np.random.default_rng(0).multinomial(20, np.full(20, 1 / 20), size=intervals.DRAWS)
+    draws = np.random.default_rng(0).multinomial(D, np.full(D, 1 / D), size=intervals.DRAWS)
     at = documents.set_index(intervals.POINT).filter(regex="^d")
     one = curves[curves.method.isin(["q0_uniform", "ensemble"])]
     values, clipped = np.zeros(intervals.DRAWS), 0
