@@ -7,7 +7,6 @@ One process, one thread on a CPU: what a sweep gives each of its jobs. Every fig
 several repeats, since other work on the machine only ever slows a repeat down.
 """
 
-import argparse
 import dataclasses
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from tokenizers.models import BPE
 
 from q0lib import (
+    command,
     config,
     corpus,
     distill,
@@ -245,24 +245,19 @@ def report(study: config.Preset, seconds: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m q0lib.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("q0lib.bench", __doc__)
     parser.add_argument("--preset", default="cpu", help="default: cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each figure (default 3)")
     given = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         if not given.seconds > 0:
             raise ValueError(f"seconds must be > 0, got {given.seconds:g}")
         study = presets.load(given.preset)
-    except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    torch.set_num_threads(study.runtime.threads or torch.get_num_threads())
-    report(study, given.seconds)
-    return 0
+        torch.set_num_threads(study.runtime.threads or torch.get_num_threads())
+        report(study, given.seconds)
+
+    return command.status(parser.prog, work)
 
 
 if __name__ == "__main__":

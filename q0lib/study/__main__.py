@@ -6,27 +6,30 @@
 What is trained or executed already, and still valid, is reused.
 """
 
-import argparse
-import signal
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from q0lib import paths, presets
+from q0lib import command, files, paths, presets
 from q0lib.study import plan, runs
 from q0lib.study.tables import multipliers, store
-from q0lib.sweeps import sweep
+from q0lib.sweeps import notebook, sweep
 
 METHODS = ("q0", "ensemble", "distilled_ensemble")
+MADE = ("*.csv", "*.png", "*.pdf", "*.svg", "*/*.ipynb")  # what the notebooks leave
 
 
 def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     """Train the populations of a preset, execute the two notebooks, and print what came out.
 
+    `<out>/study.json` says what was made of what. While both are as they were, nothing is executed.
+
     Raises:
-        ValueError, RuntimeError, sweep.Interrupted: as `campaign.train`.
+        ValueError, RuntimeError, sweep.Interrupted: as `runs.train`.
     """
     planned = plan.experiments(preset, ["main"], METHODS)
     print(f"1/2  training {len(planned) * len(seeds)} populations")
@@ -34,20 +37,44 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     print("2/2  notebooks")
     finished = sorted({run.directory / "result.json" for _, run in found})
     study = presets.load(preset, seed=seeds[0])
-    parts: dict[str, dict[str, Any]] = {
-        "00_quickstart": {"seed": seeds[0], "epochs": study.epochs},
-        "04_epoch_efficiency": {
+    parts: dict[Path, dict[str, Any]] = {
+        paths.NOTEBOOKS / "00_quickstart.ipynb": {"seed": seeds[0], "epochs": study.epochs},
+        paths.NOTEBOOKS / "04_epoch_efficiency.ipynb": {
             "seeds": list(seeds), "methods": list(METHODS), "recompute": True,
         },
     }  # fmt: skip
-    for name, parameters in parts.items():
-        given = {"preset": preset, "out": str(out), **parameters}
-        notebook = paths.NOTEBOOKS / f"{name}.ipynb"
-        # What lies there is of the last call, perhaps with other seeds: forced, it is written anew.
-        runs.say(sweep.sweep(notebook, given, {}, out=out / name, inputs=finished, force=True))
+    for parameters in parts.values():
+        parameters |= {"preset": preset, "out": str(out)}
+    manifest = out / "study.json"
+    keys = [sweep.point_key(notebook.read(path), given, finished) for path, given in parts.items()]
+    if _read(manifest) == {"keys": keys, "made": _made(out)}:
+        print("     still valid, reused")
+    else:
+        # What lies there may be of other seeds: forced, it is written anew.
+        manifest.unlink(missing_ok=True)
+        for path, given in parts.items():
+            made = sweep.sweep(path, given, {}, out=out / path.stem, inputs=finished, force=True)
+            runs.say(made)
+        files.write_text(manifest, json.dumps({"keys": keys, "made": _made(out)}, indent=1))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
     ours = store.read(out / "epoch_multipliers.csv", protocol=["clean"])
     print(multipliers.sentence(ours))
+
+
+def _read(manifest: Path) -> Any:
+    try:
+        return json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _made(out: Path) -> dict[str, str]:
+    """The SHA-256 of every table, figure and executed notebook in `out`."""
+    found = sorted(path for pattern in MADE for path in out.glob(pattern))
+    return {
+        path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in found
+    }
 
 
 def _shown(path: Path) -> Path:
@@ -55,12 +82,8 @@ def _shown(path: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status: 0, 1 on a failure, 2 on bad usage, 130."""
-    parser = argparse.ArgumentParser(
-        prog="python -m q0lib.study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The command line; returns its exit status."""
+    parser = command.parser("q0lib.study", __doc__)
     parser.add_argument("--preset", default="quick", help="default: quick")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: 0")
     parser.add_argument("--jobs", type=int, default=2, help="populations at a time (default 2)")
@@ -68,14 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     began = time.monotonic()
     out = (given.out or paths.RUNS / "study" / given.preset).resolve()
-    status = runs.exit_status(
-        parser.prog, lambda: run_study(given.preset, given.seeds, given.jobs, out)
-    )
-    if not status:
+
+    def work() -> None:
+        run_study(given.preset, given.seeds, given.jobs, out)
         print(f"{time.monotonic() - began:.0f} s")
-    return status
+
+    return command.status(parser.prog, work)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

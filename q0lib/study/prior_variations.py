@@ -9,7 +9,6 @@ data/results/<preset>/prior_variations.csv. Nothing here reads test. What was ke
 this is the evidence for the rest.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from q0lib import corpus, ensemble, paths, population, presets, prior, train
+from q0lib import command, corpus, ensemble, paths, population, presets, prior, train
 from q0lib.study.tables import store
 
 TEMPERATURES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
@@ -179,38 +178,34 @@ def compare(members: population.Population, text: corpus.Text) -> pd.DataFrame:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m q0lib.study.prior_variations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("q0lib.study.prior_variations", __doc__)
     parser.add_argument("--preset", default="quick", help="default: quick")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     given = parser.parse_args(argv)
+    return command.status(parser.prog, lambda: _report(given.preset, given.seeds))
+
+
+def _report(preset: str, seeds: Sequence[int]) -> None:
+    """Train, compare, write the table, and print its means."""
     tables = []
-    try:
-        for seed in tqdm(given.seeds, desc="populations"):
-            study = presets.load(given.preset, seed=seed, overrides=["runtime.keep_weights=true"])
-            text = corpus.load(study.corpus)
-            for method in ("q0", "ensemble"):
-                run = study.run(method)
-                directory = paths.RUNS / "variations" / run.directory.name
-                members = train.train_population(run, text, directory=directory)
-                table = compare(members, text)
-                table.insert(0, "seed", seed)
-                table.insert(0, "method", method)
-                table["commit"] = members.members["commit"].iloc[-1]
-                tables.append(table)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+    for seed in tqdm(seeds, desc="populations"):
+        study = presets.load(preset, seed=seed, overrides=["runtime.keep_weights=true"])
+        text = corpus.load(study.corpus)
+        for method in ("q0", "ensemble"):
+            run = study.run(method)
+            directory = paths.RUNS / "variations" / run.directory.name
+            members = train.train_population(run, text, directory=directory)
+            table = compare(members, text)
+            table.insert(0, "seed", seed)
+            table.insert(0, "method", method)
+            table["commit"] = members.members["commit"].iloc[-1]
+            tables.append(table)
     whole = pd.concat(tables, ignore_index=True)
-    path = paths.RESULTS / given.preset / "prior_variations.csv"
+    path = paths.RESULTS / preset / "prior_variations.csv"
     store.write(whole, path)
     shown = whole.groupby(["method", "variation"], sort=False)[["validation", "gain", "gain_se"]]
     print(shown.mean().round(4).to_string())
-    print(f"mean over seeds {given.seeds}; written to {path}")
-    return 0
+    print(f"mean over seeds {seeds}; written to {path}")
 
 
 if __name__ == "__main__":

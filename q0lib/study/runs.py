@@ -5,18 +5,16 @@ python -m q0lib.study.runs --preset cpu --train   # train what is missing, go on
 python -m q0lib.study.runs --preset cpu --train --parts main ablation --seeds 0
 """
 
-import argparse
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 from tqdm import tqdm
 
-from q0lib import config, paths, population
+from q0lib import command, config, paths, population
 from q0lib.study import plan
 from q0lib.study.plan import ONE_SEED, PARTS, Experiment
 from q0lib.sweeps import sweep
@@ -38,10 +36,10 @@ def runs_of(
 def train(
     experiments: Sequence[Experiment], preset: str, seeds: Sequence[int], jobs: int = 2
 ) -> list[tuple[Experiment, config.Run]]:
-    """Train what is missing of the experiments, seed by seed, `jobs` populations at a time.
+    """Train what is missing of the experiments, the longest first, `jobs` populations at a time.
 
     Each goes through the notebook that sweeps run, in a process of its own; what is complete is
-    reused. Returns every experiment with its run.
+    reused. Returns every experiment with its run, seed by seed.
 
     Raises:
         ValueError: an unknown preset or method, a bad seed or budget, before anything runs.
@@ -61,9 +59,9 @@ def train(
             waves.append(wave := {})
         wave[run.directory] = each, run
     for wave in waves:
-        missing = [pair for pair in found if pair in wave.values()]
-        missing = [(each, run) for each, run in missing if not population.is_complete(run)]
-        if missing:
+        missing = [pair for pair in wave.values() if not population.is_complete(pair[1])]
+        if missing:  # a short one fits in at the end, while a long one would run alone
+            missing.sort(key=lambda pair: -estimate(pair[1])["flops"])
             _train_at_once(missing, preset, jobs)
     return found
 
@@ -182,12 +180,8 @@ def summarise(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status: 0, 1 on a failure, 2 on bad usage, 130."""
-    parser = argparse.ArgumentParser(
-        prog="python -m q0lib.study.runs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The command line; returns its exit status."""
+    parser = command.parser("q0lib.study.runs", __doc__)
     parser.add_argument("--preset", default="cpu", help="default: cpu")
     parser.add_argument(
         "--seeds",
@@ -213,25 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table[columns].to_string(index=False, float_format="%.3g"))
         print(f"\n{summarise(table).round(2).to_string()}")
 
-    return exit_status(parser.prog, work)
-
-
-def exit_status(prog: str, work: Callable[[], None]) -> int:
-    """Do a command's work; 0, or one sentence about what went wrong and the status for it."""
-    try:
-        work()
-    except sweep.Interrupted:
-        print("stopped; what was trained is saved, run it again to go on")
-        return 130
-    except RuntimeError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command.status(parser.prog, work)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,7 +1,9 @@
 """Run one notebook on this Python, with checked parameters, and believe only what ran whole."""
 
 import ast
+import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -24,7 +26,10 @@ from q0lib import files
 PACKAGE = Path(__file__).resolve().parents[1]  # all of q0lib, whichever room this is in
 STARTS = 3  # attempts to bring a kernel up
 GRACE = 60.0  # seconds that an interrupted kernel has at most to save and leave
+DRAIN = 60.0  # seconds that a finished cell's output has at most to arrive
 EXIT = "get_ipython().ask_exit = __import__('sys').exit"  # exit() is an error, as sys.exit() is
+# The kernel watches its parent, unless that has gone before the kernel was up.
+ORPHAN = "import os; os.getppid() == int(os.environ['JPY_PARENT_PID']) or os._exit(1); del os"
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 
 
@@ -43,6 +48,7 @@ class _ThisPython(AsyncKernelManager):
             argv=[
                 *(sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
                 *("--log-level=50", f"--IPKernelApp.exec_lines={EXIT}"),
+                f"--IPKernelApp.exec_lines={ORPHAN}",
             ],
             language="python",
             env={
@@ -92,6 +98,52 @@ def unfinished(node: Any) -> str | None:
 def one_line(text: object) -> str:
     """`text` on one line, short enough for a table."""
     return " ".join(str(text).split())[:300]
+
+
+def overwritten(text: str) -> str:
+    """`text` without what carriage returns wrote over: of a progress bar, its last state."""
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+class _Log:
+    """Writes whole lines, as `overwritten`; a log that cannot be written ends nothing."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self.file, self.line = file, ""
+
+    def write(self, text: str) -> None:
+        *whole, self.line = f"{self.line}{text}".split("\n")
+        self.line = self.line[self.line.rstrip("\r").rfind("\r") + 1 :]  # the rest is written over
+        self._put(whole)
+
+    def flush(self) -> None:
+        """Nothing: papermill asks for it after each message."""
+
+    def close(self) -> None:
+        """Write the line that has no end yet."""
+        self._put([self.line] if self.line else [])
+        self.line = ""
+
+    def _put(self, lines: Sequence[str]) -> None:
+        if self.file and lines:
+            text = overwritten("".join(f"{line}\n" for line in lines))
+            encoding = self.file.encoding or "utf-8"
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
+                self.file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                self.file.flush()
+
+
+def _join_streams(node: Any) -> None:
+    """Make one output of what a cell printed in a row, in place, as a terminal shows it."""
+    for cell in node.cells:
+        if cell.cell_type == "code":
+            joined = []
+            for name, group in itertools.groupby(cell.outputs, lambda output: output.get("name")):
+                first, *rest = group
+                if name:  # of a stream; other outputs have none
+                    first.text = overwritten("".join(each.text for each in (first, *rest)))
+                joined += [first] if name else [first, *rest]
+            cell.outputs = joined
 
 
 def plain(name: str, value: Any) -> Any:
@@ -150,9 +202,10 @@ def execute(
 
     Raises:
         ValueError: before anything runs, for parameters that are unknown or not plain literals.
-        NotebookError: if a cell raised, exited, timed out or died with its kernel.
+        NotebookError: if a cell raised, exited, timed out or died with its kernel, or if its
+            output did not arrive.
     """
-    notebook, node = Path(notebook), read(notebook)
+    notebook, node, logs = Path(notebook), read(notebook), (_Log(log), _Log(log))
     check(notebook, node, parameters)
     node.metadata.kernelspec = KERNEL
     for attempt in range(STARTS):
@@ -169,14 +222,18 @@ def execute(
                 progress_bar=progress,
                 start_timeout=120,
                 execution_timeout=timeout and math.ceil(timeout),
-                stdout_file=log,
-                stderr_file=log,
+                iopub_timeout=math.ceil(DRAIN),
+                stdout_file=logs[0],
+                stderr_file=logs[1],
             )
             break
         except PapermillExecutionError as error:
             message = f"In [{error.exec_count}]: {error.ename}: {one_line(error.evalue)}"
             raise NotebookError(message) from error
         except CellTimeoutError as error:
+            if "The message was: Timeout waiting for IOPub" in str(error):
+                late = f"a cell ended, but its output had not all arrived {DRAIN:g} s later"
+                raise NotebookError(late) from error
             raise NotebookError(f"a cell ran for more than {timeout:g} s") from error
         except DeadKernelError as error:
             raise NotebookError("the kernel died: killed, crashed, or left by a cell") from error
@@ -186,8 +243,12 @@ def execute(
                 raise
             if attempt + 1 == STARTS:
                 raise NotebookError(f"no kernel came up in {STARTS} attempts: {error}") from error
+        finally:
+            for each in logs:
+                each.close()
     if reason := unfinished(done):
         raise NotebookError(reason)
+    _join_streams(done)
     done.metadata.papermill.update(input_path=str(notebook), output_path=str(output))
     done.metadata.q0 = dict(stamp or {})
     files.write_text(Path(output), nbformat.writes(done) + "\n")

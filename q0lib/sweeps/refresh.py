@@ -9,7 +9,6 @@ declares nothing for that: the kernel notes what Python opens. `stale` compares.
     python -m q0lib.sweeps.refresh --check            # run nothing; tell which are stale, and why
 """
 
-import argparse
 import hashlib
 import inspect
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import nbformat
 
-from q0lib import files, paths
+from q0lib import command, files, paths
 from q0lib.sweeps import notebook
 
 TOOLS = {"train_population"}
@@ -95,8 +94,8 @@ def _digest(path: Path) -> str:
 def clean(node: Any) -> None:
     """Drop from an executed notebook, in place, what differs from run to run or tells of a machine.
 
-    That is: times and versions, stderr and widgets (progress bars), what a carriage return wrote
-    over, addresses in memory. Paths become relative to the repository.
+    That is: times and versions, stderr and widgets (progress bars), addresses in memory. Paths
+    become relative to the repository.
 
     Raises:
         ValueError: if a path of this machine is left in an output.
@@ -132,7 +131,6 @@ def _clean_output(output: Any) -> None:
 def _clean_text(text: str) -> str:
     for root in {str(paths.ROOT), os.path.realpath(paths.ROOT)}:
         text = re.sub(rf"(?<![\w.-]){re.escape(root)}(?![\w-])", ".", text)
-    text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
     if found := MACHINE_PATH.search(text):
         raise ValueError(f"an output shows a path of this machine: {found.group()}")
@@ -176,26 +174,26 @@ def _attempt(path: Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 0, 1 (a notebook failed, or is stale) or 2 (bad usage)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m q0lib.sweeps.refresh",
-        description="Run the narrative notebooks from top to bottom and keep their clean outputs.",
-    )
+    """The command line; returns its exit status: 1 if a notebook failed, or is stale."""
+    parser = command.parser("q0lib.sweeps.refresh", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks (default: all)")
     parser.add_argument("--check", action="store_true", help="only tell which are stale, and why")
     given = parser.parse_args(argv)
-    known = {path.stem: path for path in narratives()}
-    names = [Path(name).name.removesuffix(".ipynb") for name in given.names] or list(known)
-    if unknown := [name for name in names if name not in known]:
-        have = ", ".join(known) or "none"
-        print(f"{parser.prog}: no notebook {unknown[0]!r}; there is {have}", file=sys.stderr)
-        return 2
-    failed = 0
-    for name in names:
-        reason = stale(known[name]) if given.check else _attempt(known[name])
-        print(f"{name}: {reason or ('up to date' if given.check else 'published')}")
-        failed += reason is not None
-    return int(failed > 0)
+
+    def work() -> int:
+        known = {path.stem: path for path in narratives()}
+        names = [Path(name).name.removesuffix(".ipynb") for name in given.names] or list(known)
+        if unknown := [name for name in names if name not in known]:
+            have = ", ".join(known) or "none"
+            raise ValueError(f"no notebook {unknown[0]!r}; there is {have}")
+        failed = 0
+        for name in names:
+            reason = stale(known[name]) if given.check else _attempt(known[name])
+            print(f"{name}: {reason or ('up to date' if given.check else 'published')}")
+            failed += reason is not None
+        return int(failed > 0)
+
+    return command.status(parser.prog, work)
 
 
 if __name__ == "__main__":

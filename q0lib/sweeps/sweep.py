@@ -7,7 +7,6 @@ skipped; else it runs, in a process of its own, so one that fails or is killed c
     python -m q0lib.sweeps notebooks/train_population.ipynb -g method=q0,ensemble -g seed=0,1,2
 """
 
-import argparse
 import ast
 import hashlib
 import itertools
@@ -18,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -30,7 +30,7 @@ import pandas as pd
 from filelock import FileLock
 from tqdm import tqdm
 
-from q0lib import files, paths
+from q0lib import command, files, paths
 from q0lib.sweeps.notebook import (
     GRACE,
     PACKAGE,
@@ -60,12 +60,14 @@ def point_key(node: Any, parameters: Mapping[str, Any], inputs: Sequence[str | P
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
-def _stamped_key(output: Path) -> str | None:
-    """The key under which `output` was written; None if it is missing or broken."""
+def _stamped(output: Path) -> tuple[str | None, float]:
+    """The key under which `output` was written, and the seconds that it took to make; (None, 0) if
+    it is missing or broken."""
     try:
-        return json.loads(output.read_text(encoding="utf-8"))["metadata"]["q0"]["key"]
+        metadata = json.loads(output.read_text(encoding="utf-8"))["metadata"]
+        return metadata["q0"]["key"], float(metadata["papermill"]["duration"])
     except (OSError, ValueError, LookupError, TypeError):
-        return None
+        return None, 0.0
 
 
 @dataclass
@@ -79,22 +81,28 @@ class _Point:
     reason: str = ""
 
     def start(self, order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Begin it in a process that a Ctrl-C at the terminal does not reach: see `_stop`."""
+        """Begin it in a process that a Ctrl-C at the terminal does not reach: see `_stop`.
+
+        Its stdin is a pipe that nothing is written to: it ends when this process does.
+        """
         task = {**order, "parameters": self.parameters, "output": str(self.output)}
         program = "from q0lib.sweeps import sweep; sweep._child()"
         command = [sys.executable, "-c", program, json.dumps(task)]
         self.started = time.monotonic()
         with self.output.with_suffix(".log").open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+                command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
 
     def ended(self) -> bool:
         """Whether its process has gone; if so, note what it came to."""
         if (code := self.process.poll()) is None:
             return False
-        self.seconds = time.monotonic() - self.started
+        self.process.communicate()
         self.status = {0: "done", CACHED: "skipped"}.get(code, "failed")
+        took = time.monotonic() - self.started
+        self.seconds = took if self.status == "failed" else _stamped(self.output)[1]
         if code < 0:
             self.reason = f"killed by {signal.Signals(-code).name}"
         elif self.status == "failed":
@@ -106,12 +114,15 @@ class _Point:
 def _child() -> None:
     """In a process of its own: run the point that the last argument describes, once."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave as after Ctrl-C
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    for stream in (sys.stdout, sys.stderr):  # the log, which is UTF-8 whatever the terminal is
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     task = json.loads(sys.argv[-1])
     notebook, output, parameters = Path(task["notebook"]), Path(task["output"]), task["parameters"]
     try:
         with FileLock(output.with_name(f".{output.name}.lock")):
             key = point_key(read(notebook), parameters, task["inputs"])
-            if _stamped_key(output) == key and not task["force"]:
+            if _stamped(output)[0] == key and not task["force"]:
                 sys.exit(CACHED)
             timeout, stamp = task["timeout"], {"key": key}
             execute(notebook, output, parameters, timeout=timeout, stamp=stamp, log=sys.stdout)
@@ -120,6 +131,14 @@ def _child() -> None:
     except Exception as error:
         traceback.print_exc()
         sys.exit(one_line(error if isinstance(error, NotebookError) else repr(error)))
+
+
+def _leave_with_parent() -> None:
+    """When the sweep has gone, end as `_stop` would end this process."""
+    os.read(0, 1)  # returns at the end of the pipe that only the sweep holds
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE + 10)
+    os._exit(1)
 
 
 def _points(
@@ -169,8 +188,8 @@ def sweep(
 
     `listed` holds sets of parameters that go together; each is combined with the whole grid.
     Returns a row for each point, kept as `<out>/sweep.csv`: its parameters, status (done, failed,
-    or skipped since it was done before), seconds, reason of a failure, and output path. `timeout`
-    is in seconds, for each cell; `force` runs also what could be skipped.
+    or skipped since it was done before), seconds that it took when it ran, reason of a failure, and
+    output path. `timeout` is in seconds, for each cell; `force` runs also what could be skipped.
 
     Raises:
         ValueError, OSError: for bad arguments, before anything runs.
@@ -190,8 +209,9 @@ def sweep(
     resolved = [str(Path(file).resolve()) for file in inputs]
     out.mkdir(parents=True, exist_ok=True)
     for point in points:
-        if not force and _stamped_key(point.output) == point_key(node, point.parameters, resolved):
-            point.status = "skipped"
+        stamped, seconds = _stamped(point.output)
+        if not force and stamped == point_key(node, point.parameters, resolved):
+            point.status, point.seconds = "skipped", seconds
         else:
             waiting.append(point)
     jobs = max(1, min(jobs, len(waiting)))
@@ -295,12 +315,8 @@ Exit status: 0 nothing failed, 1 a point failed, 2 bad usage, 130 interrupted.""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m q0lib.sweeps",
-        description="Run a notebook over a grid of its parameters; skip what is already done.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Run a notebook over a grid of its parameters; skip what is already done."
+    parser = command.parser("q0lib.sweeps", about, epilog=EXAMPLES)
     add = parser.add_argument
     add("notebook", type=Path)
     add("-p", dest="fixed", action="append", default=[], metavar="NAME=VALUE", help="fixed")
@@ -312,15 +328,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--input", dest="inputs", action="append", default=[], type=Path, metavar="FILE",
         help="a file that the notebook reads: when it changes, the points run again")  # fmt: skip
     given = vars(parser.parse_args(argv))
-    try:
+
+    def work() -> int:
         given["fixed"] = _assignments(given["fixed"], _value)
         given["grid"] = _assignments(given["grid"], _values)
-        table = sweep(**given)
-    except Interrupted as stopped:
-        print(_report(stopped.args[0]))
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    print(_report(table))
-    return int((table["status"] == "failed").any())
+        try:
+            table = sweep(**given)
+        except Interrupted as stopped:
+            print(_report(stopped.args[0]))
+            raise
+        print(_report(table))
+        return int((table["status"] == "failed").any())
+
+    return command.status(parser.prog, work)

@@ -1,12 +1,14 @@
 """The one command: what it refuses, and that it tells the truth about what it did."""
 
+import itertools
+import signal
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from tiny import tiny_study
 
-from q0lib import presets
+from q0lib import command, files, population, presets
 from q0lib.study import __main__ as study
 from q0lib.study.tables import store
 from q0lib.sweeps import sweep
@@ -39,26 +41,124 @@ def test_a_failed_point_stops_the_study(monkeypatch, run_folder, tmp_path, capsy
     assert "q0: failed: In [4]: OSError: no space left" in capsys.readouterr().out
 
 
-def test_a_finished_study_prints_places_and_multipliers(monkeypatch, run_folder, tmp_path, capsys):
-    tiny = tiny_study()
-    monkeypatch.setattr(presets, "load", lambda name, *, seed=0, overrides=(): tiny)
+@pytest.fixture
+def executed(monkeypatch, run_folder, tmp_path) -> list[str]:
+    """The notebooks that a tiny study executes, while training and tables are made up."""
+    tiny = [tiny_study(seed) for seed in (0, 1)]
+    monkeypatch.setattr(presets, "load", lambda name, *, seed=0, overrides=(): tiny[seed])
+    monkeypatch.setattr(population, "is_complete", lambda run: (run.directory / "made").exists())
+    names, results = [], itertools.count()
 
-    def swept(notebook: Path, fixed, grid, **options) -> pd.DataFrame:
-        if notebook.stem != "train_population":
+    def swept(notebook: Path, fixed, grid, *, listed=({},), **options) -> pd.DataFrame:
+        if notebook.stem == "train_population":
+            for one in listed:
+                run = tiny[one["seed"]].run(one["method"], one["epochs"])
+                files.write_text(run.directory / "result.json", str(next(results)))
+                files.write_text(run.directory / "made", "")
+        else:
+            names.append(notebook.stem)
             assert options["force"], "or what lies there could be of other seeds"
+            assert {path.name for path in options["inputs"]} == {"result.json"}
+            assert not (tmp_path / "study.json").exists(), "it is of what was there before"
+            files.write_text(options["out"] / "it.ipynb", str(fixed))
         if notebook.stem == "04_epoch_efficiency":
-            assert [path.name for path in options["inputs"]] == ["result.json"] * 3
             line = {"method": "q0", "reference": "ensemble", "axis": "epochs", "multiplier": 2.5,
                     "low": None, "high": None, "seeds": 1, "reached": 1, "clipped": 0.0,
                     "cases": ""}  # fmt: skip
             both = [{**line, "protocol": name} for name in ("clean", "paper")]
             store.write(pd.DataFrame(both), tmp_path / "epoch_multipliers.csv")
-        row = {"status": "skipped", "seconds": 0.0, "reason": "", "output": notebook.name}
+        row = {"status": "done", "seconds": 3.0, "reason": "", "output": notebook.name}
         return pd.DataFrame([row])
 
     monkeypatch.setattr(sweep, "sweep", swept)
+    return names
+
+
+def test_a_finished_study_prints_places_and_multipliers(executed, tmp_path, capsys):
     assert study.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "still valid, reused" in said
+    assert executed == ["00_quickstart", "04_epoch_efficiency"]
+    assert "00_quickstart: done in 3 s" in said
     assert str(tmp_path) in said
     assert said.count("q0 matches the ensemble with fewer epochs: 2.5x") == 1
+
+
+def test_a_study_is_executed_again_only_when_something_has_changed(
+    executed, tmp_path, capsys, run_folder
+):
+    def again(*arguments: str) -> bool:
+        executed.clear()
+        capsys.readouterr()
+        assert study.main(["--out", str(tmp_path), *arguments]) == 0
+        said = capsys.readouterr().out
+        assert said.count("q0 matches the ensemble with fewer epochs: 2.5x") == 1
+        assert ("still valid, reused" in said) == (not executed)
+        assert executed in ([], ["00_quickstart", "04_epoch_efficiency"])
+        return bool(executed)
+
+    assert again()
+    assert not again()
+    assert again("--seeds", "1"), "other seeds"
+    assert again("--seeds", "0"), "what lay there was of other seeds"
+    assert not again("--seeds", "0")
+    table = tmp_path / "epoch_multipliers.csv"
+    store.write(store.read(table).assign(low=1.0), table)
+    assert again(), "a table was changed"
+    (tmp_path / "00_quickstart/it.ipynb").unlink()
+    assert again(), "a notebook is gone"
+    (tmp_path / "study.json").write_text("{")
+    assert again(), "half a manifest is none"
+    assert not again()
+    next(run_folder.rglob("made")).unlink()
+    assert again(), "a population was trained again"
+    assert not again()
+
+
+def test_a_study_that_fails_in_a_notebook_is_not_taken_for_a_finished_one(
+    executed, tmp_path, monkeypatch
+):
+    arguments = ["--out", str(tmp_path)]
+    assert study.main(arguments) == 0
+    well, failing = sweep.sweep, {"00_quickstart": "failed"}
+
+    def swept(notebook: Path, *given, **options) -> pd.DataFrame:
+        return well(notebook, *given, **options).assign(status=failing.get(notebook.stem, "done"))
+
+    monkeypatch.setattr(sweep, "sweep", swept)
+    assert study.main([*arguments, "--seeds", "1"]) == 1
+    assert not (tmp_path / "study.json").exists()
+    monkeypatch.setattr(sweep, "sweep", well)
+    executed.clear()
+    assert study.main(arguments) == 0
+    assert executed, "what lay there was begun with other seeds"
+
+
+def test_a_command_tells_how_it_ended(capsys):
+    def ends(error: BaseException | None) -> int:
+        def work() -> None:
+            if error:
+                raise error
+
+        return command.status("it", work)
+
+    assert command.status("it", lambda: 7) == 7
+    assert ends(None) == 0
+    assert ends(RuntimeError("no room")) == 1
+    assert ends(FileNotFoundError("no file")) == ends(ValueError("no such")) == 2
+    assert capsys.readouterr().err == "it: no room\nit: no file\nit: no such\n"
+    assert ends(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+def test_signals_stop_a_command_and_are_then_as_they_were(number):
+    before = signal.getsignal(number)
+    assert command.status("it", lambda: signal.raise_signal(number)) == 130
+    assert signal.getsignal(number) == before
+
+
+def test_a_command_under_nohup_goes_on_when_its_terminal_goes():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert command.status("it", lambda: signal.raise_signal(signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

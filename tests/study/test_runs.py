@@ -1,11 +1,13 @@
 """Training what is missing of the study, and what it cost."""
 
+import pandas as pd
 import pytest
 from tiny import tiny_study
 
-from q0lib import paths, population, train
+from q0lib import paths, population, presets, train
 from q0lib.study import plan, runs
 from q0lib.study.tables import store
+from q0lib.sweeps import sweep
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,22 @@ def test_trials_are_trained_for_one_seed():
     found = runs.runs_of(planned, "cpu", [1, 2])
     assert {run.seed for each, run in found if each.part == "tuning"} == {1}
     assert {run.seed for each, run in found if each.part == "small"} == {1, 2}
+
+
+def test_the_longest_population_is_trained_first(monkeypatch, run_folder):
+    tiny = tiny_study()
+    monkeypatch.setattr(presets, "load", lambda name, *, seed=0, overrides=(): tiny)
+    begun = []
+
+    def swept(notebook, fixed, grid, *, listed, **options) -> pd.DataFrame:
+        begun.extend((one["method"], one["epochs"]) for one in listed)
+        return pd.DataFrame([{"status": "done", "seconds": 1.0, "reason": "", "output": "n"}])
+
+    monkeypatch.setattr(sweep, "sweep", swept)
+    planned = [plan.Experiment("main", "", "single", epochs) for epochs in (2, 8, 4)]
+    found = runs.train([*planned, plan.Experiment("main", "", "q0", 8)], "quick", [0])
+    assert begun == [("q0", 8), ("single", 8), ("single", 4), ("single", 2)], "q0 has a teacher"
+    assert [run.epochs for _, run in found] == [2, 8, 4, 8], "as planned"
 
 
 def test_a_part_without_runs_is_one_sentence(capsys):

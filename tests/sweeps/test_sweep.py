@@ -1,8 +1,11 @@
 """Sweeps: only what ran to its last cell counts, whatever notebook, values or kernel do."""
 
+import errno
+import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -268,9 +271,22 @@ def test_points_run_once_until_something_they_depend_on_changes(tmp_path, monkey
     assert sweep.point_key(node, {"seed": 1}, [corpus]) == new
     node.cells[2].source += "\n"
     assert sweep.point_key(node, {"seed": 1}, [corpus]) != new
-    assert sweep._stamped_key(outputs[0]) is not None
+    assert sweep._stamped(outputs[0])[0] is not None
     outputs[0].write_text(outputs[0].read_text()[:100])
-    assert sweep._stamped_key(outputs[0]) is None, "half an output is none"
+    assert sweep._stamped(outputs[0]) == (None, 0), "half an output is none"
+
+
+def test_a_point_that_is_skipped_keeps_the_seconds_that_it_took(tmp_path):
+    notebook = write(tmp_path / "n.ipynb", "import time\ntime.sleep(0.5)")
+
+    def swept(seeds):
+        table = sweep.sweep(notebook, {}, {"seed": seeds}, out=tmp_path / "out")
+        assert pd.read_csv(tmp_path / "out/sweep.csv").seconds.tolist() == table.seconds.tolist()
+        return table.set_index("seed").seconds
+
+    took = swept([1])[1]
+    assert took > 0.5
+    assert swept([1, 2])[1] == took
 
 
 def test_two_sweeps_that_race_run_a_point_once(tmp_path):
@@ -290,10 +306,9 @@ def test_two_sweeps_that_race_run_a_point_once(tmp_path):
     assert sorted(table["status"][0] for table in tables) == ["done", "skipped"]
 
 
-def test_a_stopped_sweep_lets_its_points_save_and_leaves_none_behind(tmp_path):
-    saving = """
+SAVING = """
 import os, time
-open(f"{where}/started", "w").write(str(os.getpid()))
+open(f"{where}/started", "w").write(f"{os.getpid()} {os.getppid()}")
 try:
     time.sleep(600)
 except KeyboardInterrupt:
@@ -301,19 +316,165 @@ except KeyboardInterrupt:
     open(f"{where}/saved", "w").close()
     raise
 """
-    notebook = write(tmp_path / "n.ipynb", saving)
+BUSY = """
+import os
+open(f"{where}/started", "w").write(f"{os.getpid()} {os.getppid()}")
+while True:
+    try:
+        while True:
+            sum(range(10**6))
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def started(tmp_path: Path, cell: str, **options) -> subprocess.Popen:
+    """A sweep of two points in a process of its own, the first of them in its cell."""
+    notebook = write(tmp_path / "n.ipynb", cell)
     command = [sys.executable, "-m", "q0lib.sweeps", str(notebook), "-p", f"where={tmp_path}"]
     command += ["-g", "seed=1,2", "--out", str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": nb.python_path()}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+    process = subprocess.Popen(command, env=environment, text=True, **options)
+    wait(lambda: len(pids(tmp_path)) == 2)
+    return process
+
+
+def pids(tmp_path: Path) -> list[int]:
+    """Of the kernel that is in its cell, and of the sweep's child that started it."""
+    started = tmp_path / "started"
+    return [int(pid) for pid in started.read_text().split()] if started.exists() else []
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not merely waiting to be collected."""
+    if shutil.which("ps") is None:
+        pytest.skip("needs ps")
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")
+
+
+def wait(happened, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+def test_a_stopped_sweep_lets_its_points_save_and_leaves_none_behind(tmp_path, number):
+    process = started(tmp_path, SAVING, stdout=subprocess.PIPE)
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "0 done, 0 failed, 0 skipped, 2 interrupted" in printed
     assert (tmp_path / "saved").exists()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "started").read_text()), 0)
+    assert not any(map(runs, pids(tmp_path)))
     assert not list((tmp_path / "out").glob("*.ipynb"))
+
+
+def test_a_sweep_whose_terminal_goes_lets_its_points_save(tmp_path):
+    ours, terminal = os.openpty()
+    ends = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    process = started(tmp_path, SAVING, start_new_session=True, **ends)
+    os.close(terminal)
+    os.close(ours)  # writing to it is an error from here on
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 130
+    assert (tmp_path / "saved").exists()
+    table = pd.read_csv(tmp_path / "out/sweep.csv")
+    assert table.status.tolist() == ["interrupted", "interrupted"]
+
+
+def test_points_of_a_sweep_that_is_killed_save_and_end_with_their_kernels(tmp_path):
+    process = started(tmp_path, SAVING)
+    process.kill()
+    process.wait()
+    wait(lambda: not any(map(runs, pids(tmp_path))))
+    assert (tmp_path / "saved").exists()
+    assert not list((tmp_path / "out").glob("*.ipynb"))
+
+
+def test_a_busy_kernel_ends_with_the_point_that_is_killed(tmp_path):
+    process = started(tmp_path, BUSY)
+    kernel, child = pids(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    wait(lambda: not runs(kernel))
+    process.kill()
+    process.wait()
+
+
+def test_a_kernel_that_comes_up_after_its_parent_has_gone_ends():
+    environment = os.environ | {"JPY_PARENT_PID": "1"}
+    program = f"{nb.ORPHAN}\nprint('still here')"
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert (result.returncode, result.stdout) == (1, b"")
+
+
+def test_what_a_log_cannot_hold_ends_no_run(tmp_path):
+    talks = "print('Zürich 漢字', chr(0xDC80))\n'ö'"
+    notebook = write(tmp_path / "n.ipynb", talks, COUNT)
+    command = [sys.executable, "-m", "q0lib.sweeps", str(notebook), "-p", f"where={tmp_path}"]
+    command += ["-p", "mode=é", "--out", str(tmp_path / "out")]
+    ascii_only = {"PYTHONPATH": nb.python_path(), "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    environment = os.environ | ascii_only
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 done, 0 failed, 0 skipped" in result.stdout
+    assert "\\xe9" in result.stdout
+    assert ran(tmp_path) == ["é0"]
+    (log,) = (tmp_path / "out").glob("*.log")
+    assert "Zürich 漢字" in log.read_text(encoding="utf-8")
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for file in (io.TextIOWrapper(io.BytesIO(), encoding="ascii"), Full()):
+        log = nb._Log(file)
+        log.write("Zürich\n")
+        log.close()
+
+
+def test_progress_frames_leave_their_last_state_in_notebook_and_log(tmp_path):
+    frames = """
+import sys
+for i in range(10_001):
+    print(f"\\r{i / 100:.2f}%|" + "#" * 50, end="", file=sys.stderr)
+    if i % 100 == 0:
+        sys.stderr.flush()
+print()
+print("one\\r\\ntwo", end="")
+display("shown")
+print("three")
+"""
+    output, log = tmp_path / "out.ipynb", io.StringIO()
+    nb.execute(write(tmp_path / "n.ipynb", frames), output, {}, log=log)
+    bar = f"100.00%|{'#' * 50}"
+    outputs = [out.get("text") for out in nbformat.read(output, as_version=4).cells[-1].outputs]
+    assert sorted(outputs, key=str) == sorted([bar, "\none\ntwo", None, "three\n"], key=str)
+    assert sorted(log.getvalue().splitlines()) == ["", bar, "one", "twothree"]
+
+
+@given(st.lists(st.text("ab\r\n", max_size=6), max_size=6))
+def test_a_log_in_pieces_is_the_whole_as_a_terminal_leaves_it(pieces):
+    file = io.StringIO()
+    log = nb._Log(file)
+    for piece in pieces:
+        log.write(piece)
+    log.close()
+    whole = "".join(pieces)
+    expected = "\n".join(line.rstrip("\r").split("\r")[-1] for line in whole.split("\n"))
+    assert file.getvalue().rstrip("\n") == expected.rstrip("\n")
+
+
+def test_output_that_does_not_arrive_is_told_as_that(tmp_path, monkeypatch):
+    blocked = """
+import sys, time
+sys.stdout.flush_timeout = sys.stderr.flush_timeout = 0.1
+get_ipython().kernel.iopub_thread.schedule(lambda: time.sleep(5))
+"""
+    notebook = write(tmp_path / "n.ipynb", blocked)
+    monkeypatch.setattr(nb, "DRAIN", 1)
+    for timeout in (None, 3600):
+        with pytest.raises(nb.NotebookError, match="its output had not all arrived 1 s later"):
+            nb.execute(notebook, tmp_path / "out.ipynb", {}, timeout=timeout)
