@@ -109,6 +109,7 @@ def test_a_tuned_reference_is_the_settled_model_by_other_recipes_only():
 def test_a_plan_that_cannot_be_read_names_its_file(tmp_path, monkeypatch):
     good = (plan.PLANS / "quick.toml").read_text()
     bad = {
+        "budgets = [1\n" + good: r"quick\.toml: Unclosed array",
         "bugdets = [1]\n" + good: r"quick\.toml: unknown field 'bugdets', known: budgets, q0,",
         good.replace("ensemble = 48", ""): r"quick\.toml: missing field 'ensemble', known",
         good + "\n[small.16]\nq9 = 'alpha=1'\n": r"quick\.toml: unknown method 'q9', known: q0",
