@@ -123,6 +123,16 @@ def test_a_plan_that_cannot_be_read_names_its_file(tmp_path, monkeypatch):
             plan.load.__wrapped__("quick")
 
 
+def test_the_published_runs_changed_what_todays_plan_changes():
+    """What it says beyond the keys, such as that a trial of q0 is one trajectory."""
+    table = store.read(paths.RESULTS / "cpu" / "runs.csv", seed=[0]).fillna({"overrides": ""})
+    planned = plan.experiments("cpu")
+    assert table.overrides.tolist() == [" ".join(each.overrides) for each in planned]
+    assert table.epochs.tolist() == pytest.approx([each.epochs for each in planned])
+    trials = [each for each in planned if each.part == "tuning" and each.method == "q0"]
+    assert all("q0.trajectories=1" in each.overrides for each in trials)
+
+
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])
 def test_the_recipes_of_small_budgets_are_the_best_of_their_trials(budget):
     """By validation loss: q0's learned mixture, the others' uniform one."""
