@@ -65,11 +65,14 @@ def load(preset: str) -> Extent:
     """How far the study goes at `preset`.
 
     Raises:
-        ValueError: no such preset, or its file or the trials beside it lack a field, or have one
-            that is not known, or an unknown method.
+        ValueError: no such preset; its file, or the trials beside it, cannot be read, lacks a
+            field, or has one, or a method, that is not known.
     """
     methods, path = presets.load(preset).methods, PLANS / f"{preset}.toml"
-    given = {name: _frozen(value) for name, value in tomllib.loads(path.read_text()).items()}
+    try:
+        given = {name: _frozen(value) for name, value in tomllib.loads(path.read_text()).items()}
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
     fields = {each.name: each.default is dataclasses.MISSING for each in dataclasses.fields(Extent)}
     lacks = {name for name, needed in fields.items() if needed} - given.keys()
     for what, names in {"unknown": given.keys() - fields, "missing": lacks}.items():

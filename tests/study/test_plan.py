@@ -109,6 +109,7 @@ def test_a_tuned_reference_is_the_settled_model_by_other_recipes_only():
 def test_a_plan_that_cannot_be_read_names_its_file(tmp_path, monkeypatch):
     good = (plan.PLANS / "quick.toml").read_text()
     bad = {
+        "budgets = [1\n" + good: r"quick\.toml: Unclosed array",
         "bugdets = [1]\n" + good: r"quick\.toml: unknown field 'bugdets', known: budgets, q0,",
         good.replace("ensemble = 48", ""): r"quick\.toml: missing field 'ensemble', known",
         good + "\n[small.16]\nq9 = 'alpha=1'\n": r"quick\.toml: unknown method 'q9', known: q0",
@@ -120,6 +121,16 @@ def test_a_plan_that_cannot_be_read_names_its_file(tmp_path, monkeypatch):
         (tmp_path / "quick.toml").write_text(text)
         with pytest.raises(ValueError, match=words):
             plan.load.__wrapped__("quick")
+
+
+def test_the_published_runs_changed_what_todays_plan_changes():
+    """What it says beyond the keys, such as that a trial of q0 is one trajectory."""
+    table = store.read(paths.RESULTS / "cpu" / "runs.csv", seed=[0]).fillna({"overrides": ""})
+    planned = plan.experiments("cpu")
+    assert table.overrides.tolist() == [" ".join(each.overrides) for each in planned]
+    assert table.epochs.tolist() == pytest.approx([each.epochs for each in planned])
+    trials = [each for each in planned if each.part == "tuning" and each.method == "q0"]
+    assert all("q0.trajectories=1" in each.overrides for each in trials)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])

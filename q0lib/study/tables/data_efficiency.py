@@ -103,13 +103,13 @@ def table(
         at = curve[curve.epochs == epochs]
         if at.empty:
             continue
-        said, ratios, curves_drawn = [], [], []
+        said, ratios, texts_drawn = [], [], []
         for row in at.itertuples():
             reference, drawn = references.get(row.seed, mean)
             said.append(efficiency.describe_efficiency(row.loss, axis, reference, tokens))
             ratios.append(efficiency.data_efficiency(row.loss, axis, reference, tokens))
-            curves_drawn.append((axis, drawn, ours_of[method, row.seed, epochs]))
-        spread, clipped = intervals.crossing_spread(curves_drawn)
+            texts_drawn.append((axis, drawn, ours_of[method, row.seed, epochs]))
+        spread, clipped = intervals.crossing_spread(texts_drawn)
         multiplier, low, high = efficiency.ratio_interval(ratios, spread)
         rows.append({"method": method, "epochs": epochs, "loss": at.loss.mean(),
                      "multiplier": multiplier, "low": low, "high": high, "seeds": len(at),

@@ -20,9 +20,9 @@ def selections(
 ) -> pd.DataFrame:
     """Losses of the population's mixtures, by choice and K.
 
-    Members and weights are chosen on the fitness split, where that starts from fitted weights by
-    the `papers`, AdamW's on that split. K that the population does not have are left out. `test_se`
-    is the standard error of the test loss over documents.
+    Members and weights are chosen on the fitness split; a choice that starts from fitted weights
+    starts from `papers`, the paper's fit (AdamW) there. K that the population does not have are
+    left out. `test_se` is the standard error of the test loss over documents.
 
     Columns: choice, k, fitness, validation, test (nats per token), test_se, flops (training).
 
@@ -70,7 +70,8 @@ def sizes_within(ks: Sequence[int], members: int) -> list[int]:
 
 
 def chosen_k(population: Population, ks: Sequence[int], choice: prior.Choice = "truncate") -> int:
-    """The K of `ks` with the lowest cross-validated loss over fitness documents.
+    """The K of `ks` with the lowest cross-validated loss over fitness documents, by default of the
+    paper's cut.
 
     On the text that fitted the weights more members always look better; held-out documents of the
     same split tell otherwise, and leave validation and test alone. What a member costs at

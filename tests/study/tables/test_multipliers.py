@@ -1,4 +1,4 @@
-"""Curves and multipliers from populations whose numbers are known."""
+"""Multipliers from curves and documents whose numbers are known."""
 
 import math
 
@@ -8,45 +8,9 @@ import pytest
 from tiny import made, tiny_study
 
 from q0lib import efficiency, presets
-from q0lib.study.tables import epoch_efficiency, intervals, multipliers, store
+from q0lib.study.tables import epoch_efficiency, intervals, multipliers
 
 METHODS = presets.load("quick").methods
-
-
-def test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_test():
-    rows = pd.DataFrame(
-        [
-            {"method": "q0", "seed": seed, "epochs": 8, "trajectories": n, "choice": "truncate",
-             "k": k, "best_k": k == 4, "flops": 1.0, "validation": validation, "test": test}
-            for seed in (0, 1)
-            for n, k, validation, test in [
-                (1, 4, 4.0, 4.5), (1, 2, 4.2, 4.6), (2, 4, 4.1, 4.3), (2, 2, 4.3, 4.2),
-            ]
-        ]
-    )  # fmt: skip
-    alone = rows.iloc[:1].assign(trajectories=3, k=2, validation=3.0, test=3.0)  # of one seed
-    cuts = pd.concat([rows, alone], ignore_index=True)
-    table = pd.concat([cuts, cuts.assign(choice="greedy", best_k=False)], ignore_index=True)
-    clean = epoch_efficiency.curves(table, METHODS, [2]).set_index(["method", "seed"])
-    assert clean.trajectories.unique().tolist() == [1]
-    assert clean.loss["q0", 0] == 4.5
-    assert clean.loss["q0_k2", 1] == 4.6
-    paper = epoch_efficiency.curves(table, METHODS, [2], "paper").set_index(["method", "seed"])
-    assert paper.loss["q0", 1] == 4.2
-    assert paper.k["q0", 1] == 2
-    assert paper.trajectories["q0_k2", 0] == 2
-    with pytest.raises(ValueError, match=r"no greedy choice of K = 2 at 8 epochs, seed 0; run"):
-        epoch_efficiency.curves(cuts, METHODS, [2])
-    with pytest.raises(ValueError, match="no cut of K = 3 at 8 epochs"):
-        epoch_efficiency.curves(table, METHODS, [3])
-    # What a method's curves are, its mixture says, and not its name.
-    renamed = table.assign(method="other")
-    learned = epoch_efficiency.curves(renamed, {"other": METHODS["q0"]}, [2])
-    names = ["other", "other_greedy_k2", "other_k2"]
-    assert sorted(learned.method.unique()) == names
-    assert set(learned.base) == {"other"}
-    with pytest.raises(ValueError, match="the table has a method 'other', known: q0, ensemble"):
-        epoch_efficiency.curves(renamed, METHODS, [2])
 
 
 @pytest.mark.filterwarnings("ignore:.*tokens")
@@ -172,29 +136,3 @@ def test_multipliers_grow_with_a_reference_that_stands_still():
     assert table.reached[8] == 0
     assert table.multiplier[16] == pytest.approx(16 / 12)
     assert table.multiplier[32] == pytest.approx(32 / 12)
-
-
-def test_curves_and_intervals(tmp_path):
-    run = tiny_study().run("q0", 16)
-    with pytest.warns(UserWarning, match="tokens"):
-        table = epoch_efficiency.rows(made(run, 8), [4, 16], [1, 4])
-    curves = epoch_efficiency.curves(table, METHODS, [1, 4])
-    assert sorted(curves.method.unique()) == [
-        "q0", "q0_greedy_k1", "q0_greedy_k4", "q0_k1", "q0_k4", "q0_uniform",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"K must be in 1\.\.8, got 9"):
-        epoch_efficiency.curves(table, METHODS, [9])
-    assert table.run.unique().tolist() == [f"quick/{run.directory.name}"]
-    assert curves[curves.method == "q0_k4"].epochs.tolist() == [16], "4 epochs hold 2 snapshots"
-    summary = intervals.over_seeds(curves)
-    assert summary.seeds.tolist() == [1] * len(summary)
-    assert summary.low.isna().all()
-    path = tmp_path / "t.csv"
-    store.write(table, path)
-    pd.testing.assert_frame_equal(store.read(path), table, rtol=1e-5, check_dtype=False)
-    asked = store.read(path, epochs=[16], method=["q0"])
-    assert asked.epochs.unique().tolist() == [16]
-    with pytest.raises(ValueError, match=r"has no epochs 8, it has \[4, 16\]; run the notebook"):
-        store.read(path, epochs=[4, 8])
-    with pytest.raises(FileNotFoundError, match="recompute=True"):
-        store.read(tmp_path / "none.csv")
