@@ -148,13 +148,12 @@ def _lines(path: Path) -> Iterator[str]:
     number, position = 0, 0
     parts: list[str] = []  # of a line that goes on in the next block
     try:
-        with pyarrow.input_stream(
-            str(path), compression=_COMPRESSION.get(path.suffix.lower())
-        ) as stream:
+        compression = _COMPRESSION.get(path.suffix.lower())
+        # Opened here, not by name in Arrow, which takes a ~ for the home.
+        with path.open("rb") as file, pyarrow.input_stream(file, compression) as stream:
             block = stream.read(_BLOCK)
-            if mark := next(filter(block.startswith, _MARKS), b""):
-                block, position = block[len(mark) :], len(mark)
-            elif block.count(0) * 4 > len(block):
+            mark = next(filter(block.startswith, _MARKS), b"")
+            if not mark and block.count(0) * 4 > len(block):
                 raise ValueError(
                     f"{path} is not UTF-8: many of its bytes are 0, as in UTF-16 without a "
                     "byte-order mark; convert it (iconv -f UTF-16LE -t UTF-8)"
@@ -163,9 +162,10 @@ def _lines(path: Path) -> Iterator[str]:
             decoder = io.IncrementalNewlineDecoder(
                 codecs.getincrementaldecoder(encoding)(), translate=True
             )
+            start = len(mark)
             while True:
                 position += len(block)
-                first, *later = decoder.decode(block, final=not block).split("\n")
+                first, *later = decoder.decode(block[start:], final=not block).split("\n")
                 parts.append(first)
                 for after in later:
                     number += 1
@@ -173,7 +173,7 @@ def _lines(path: Path) -> Iterator[str]:
                     parts = [after]
                 if not block:
                     break
-                block = stream.read(_BLOCK)
+                block, start = stream.read(_BLOCK), 0
     except UnicodeDecodeError as error:
         byte = position - len(error.object) + error.start
         line = number + 1 + error.object[: error.start].decode(encoding).count("\n")

@@ -1,18 +1,23 @@
 """Text to tokens: nothing lost, nothing leaked, nothing half-written, nothing believed unread."""
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import time
+import warnings
+from collections import Counter
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_study
 
-from q0lib import config, corpus
+from q0lib import config, corpus, presets
 
 CORPUS = tiny_study().corpus
 
@@ -31,15 +36,6 @@ def small(path, **changes):
     return dataclasses.replace(
         CORPUS, **{"source": str(path), "document_chars": 200, **sizes, **changes}
     )
-
-
-@given(st.lists(st.text("ab \n", max_size=30), max_size=20), st.integers(1, 40))
-def test_cutting_paragraphs_loses_nothing(paragraphs, chars):
-    text = "\n".join(paragraphs)
-    documents = corpus.cut_paragraphs(text, chars)
-    kept = "\n".join(documents).replace("\n", " ").split()
-    assert kept == text.split()
-    assert all(len(document) >= chars for document in documents) or len(documents) == 1
 
 
 def test_splits_are_disjoint_and_decode_to_its_text(text):
@@ -75,28 +71,32 @@ def test_budgets_are_nested_and_held_out_splits_stay(text, tmp_path_factory):
 
 
 def test_tokenizer_never_sees_held_out_text(tmp_path):
-    lines = [f"{'zq' if i == 3 else 'ab'} " * 120 for i in range(40)]
+    lines = [f"{'zq' if i == 3 else 'ab'} " * (100 + i) for i in range(40)]
     path = tmp_path / "t.txt"
     path.write_text("\n".join(lines))
     for seed in range(12):
         settings = small(path, seed=seed, train_tokens=50, fitness_tokens=20,
                          validation_tokens=20, test_tokens=20)  # fmt: skip
         loaded = corpus.load(settings, tmp_path / "cache")
-        pools = corpus._shuffled_pools(settings)
+        pools = corpus._shuffled_pools(settings, Counter())
         in_train = any("zq" in document for document in pools["train"])
         assert ("zq" in loaded.tokenizer.get_vocab()) == in_train
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv", ".jsonl.zst", ".csv.gz"])
 def test_own_rows_with_odd_text(tmp_path, suffix):
     texts = [f"row {i} " + "text with ünïcode, " * 10 for i in range(60)]
     texts[3], texts[4], texts[5] = "", "   ", "NUL \x00 inside"
     path = tmp_path / f"my rows é{suffix}"
-    if suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n"
-                                for i, t in enumerate(texts)), encoding="utf-8")  # fmt: skip
+    rows = pd.DataFrame({"id": range(60), "text": texts})
+    if suffix == ".parquet":
+        rows.to_parquet(path)
     else:
-        pd.DataFrame({"text": texts}).to_parquet(path)
+        kind, _, packed = suffix[1:].partition(".")
+        content = rows.to_csv() if kind == "csv" else rows.to_json(orient="records", lines=True)
+        codec = {"gz": "gzip", "zst": "zstd"}.get(packed)
+        with pyarrow.output_stream(str(path), compression=codec) as file:
+            file.write(content.encode())
     documents = list(corpus.documents_of(small(path)))
     assert documents == [t for t in texts if t.strip()]
     loaded = corpus.load(small(path), tmp_path / "cache")
@@ -114,10 +114,12 @@ def test_embedded_corpus_is_all_there():
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("empty.jsonl", b"", "no json file that can be read|at least 4 are needed"),
-        ("broken.jsonl", b"{not json", "no json file that can be read"),
-        ("broken.parquet", b"no", "no parquet file that can be read"),
-        ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "must hold text, got 3"),
+        ("empty.jsonl", b"", "has 0 different documents; at least 4 are needed"),
+        ("broken.jsonl", b"{not json", r"broken\.jsonl, line 1 is no JSON object"),
+        ("broken.parquet", b"no", r"broken\.parquet cannot be read"),
+        ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "line 1: .* must hold text, got 3"),
+        ("latin.txt", "é".encode("latin-1"), r"latin\.txt, line 1: byte 0 \(0xe9\) is not UTF-8"),
+        ("my.pdf", b"", r"my\.pdf must be, or hold, \.txt, \.jsonl, \.csv"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, content, words):
@@ -146,8 +148,9 @@ def test_lone_surrogates_become_question_marks():
             ValueError,
             "train_tokens=1,000,000,000 is more than the [0-9,]+ tokens of the train",
         ),
-        ({"source": "nowhere.txt"}, FileNotFoundError, "'nowhere.txt' is no file"),
-        ({"document_chars": 10**6}, ValueError, "has 1 documents; at least 4 are needed"),
+        ({"source": "nowhere.txt"}, FileNotFoundError, "'nowhere.txt' is no file or folder"),
+        ({"source": "~/text.txt"}, FileNotFoundError, "'~/text.txt' is .* taken literally"),
+        ({"document_chars": 10**6}, ValueError, "has 1 different documents; at least 4 are needed"),
         ({"tokenizer": "t.json"}, ValueError, "at most vocab_size=300 tokens, it has 400"),
     ],
 )
@@ -270,6 +273,179 @@ def test_held_out_rows_score_each_token_once_with_its_document(text):
         assert position < np.append(split.starts, len(split.tokens))[ids[position - 1] + 1]
 
 
-def test_source_kinds_are_told():
-    with pytest.raises(ValueError, match=r"must be \.txt, \.jsonl or \.parquet, got 'a\.csv'"):
-        next(corpus.documents_of(config.Corpus(source="a.csv")))
+# --- the embedded text is what published numbers rest on ----------------------------------------
+
+
+def test_splits_of_preset_quick_are_what_they_were(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has no duplicates to tell of
+        loaded = corpus.load(presets.load("quick").corpus, tmp_path)
+    assert loaded.fingerprints == {
+        "test": "0862d4cc44a719b3",
+        "validation": "5eb08851e0fa209c",
+        "fitness": "128997680de6b919",
+        "train": "fd1db5d019779e51",
+    }
+
+
+# --- folders -----------------------------------------------------------------------------------
+
+
+def test_a_folder_is_one_corpus_known_by_names_and_content(tmp_path):
+    folder, cache = tmp_path / "mine [1]", tmp_path / "cache"
+    (folder / "deep").mkdir(parents=True)
+    write_text(folder, "b.txt", 40)
+    rows = [{"text": f"row {i} " + "of a file deep inside " * 10} for i in range(60)]
+    (folder / "deep" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first = corpus.load(small(folder), cache)
+    assert corpus.load(small(folder), cache).fingerprints == first.fingerprints
+    assert len(list(cache.glob("*/corpus.json"))) == 1
+    documents = list(corpus.documents_of(small(folder)))
+    assert documents[-60:] == [row["text"] for row in rows]
+    (folder / "deep" / "a.jsonl").rename(folder / "a.jsonl")
+    assert next(corpus.documents_of(small(folder))) == rows[0]["text"]
+    corpus.load(small(folder), cache)
+    assert len(list(cache.glob("*/corpus.json"))) == 2
+
+
+def test_the_same_bytes_as_another_kind_are_another_corpus(tmp_path):
+    content = "\n".join(json.dumps({"text": f"row {i} " + "words " * 40}) for i in range(40))
+    for name in ("same.txt", "same.jsonl"):
+        (tmp_path / name).write_text(content)
+    texts = [corpus.load(small(tmp_path / f"same.{kind}"), tmp_path) for kind in ("txt", "jsonl")]
+    assert "{" in texts[0].tokenizer.decode(texts[0]["train"].tokens.tolist())
+    assert "{" not in texts[1].tokenizer.decode(texts[1]["train"].tokens.tolist())
+
+
+# --- text is plain text ------------------------------------------------------------------------
+
+
+def odd_tokenizer(path, special):
+    """A tokenizer.json as others bring it: it wraps and truncates, its end may be plain added."""
+    tokenizer = corpus.train_tokenizer(["some text that is here "] * 9, 300)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{corpus.END_OF_TEXT} $A", special_tokens=[(corpus.END_OF_TEXT, 0)]
+    )
+    tokenizer.enable_truncation(7)
+    tokenizer.enable_padding(length=9)
+    facts = json.loads(tokenizer.to_str())
+    facts["added_tokens"][0]["special"] = special
+    path.write_text(json.dumps(facts))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["trained", "special", "plain"])
+def test_an_end_of_text_in_the_text_is_text(tmp_path, kind):
+    texts = [f"document {i} " + f"and {corpus.END_OF_TEXT} again " * 9 for i in range(60)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    changes = {}
+    if kind != "trained":
+        changes["tokenizer"] = odd_tokenizer(tmp_path / "odd.json", kind == "special")
+    for _ in range(2):  # as prepared, and from its folder
+        loaded = corpus.load(small(path, **changes), tmp_path / "cache")
+        split = loaded["train"]
+        assert np.array_equal(np.flatnonzero(split.tokens == 0), split.starts)
+        document = split.tokens[1 : split.starts[1]].tolist()
+        assert loaded.tokenizer.decode(document) in texts
+        whole = loaded.tokenizer.encode(texts[0], add_special_tokens=False).ids
+        assert 0 not in whole
+        assert loaded.tokenizer.decode(whole) == texts[0]
+
+
+# --- copies ------------------------------------------------------------------------------------
+
+
+def rows_file(path, texts):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+def pools_of(path, texts, **changes):
+    return corpus._shuffled_pools(small(rows_file(path, texts), **changes), Counter())
+
+
+def pools_without_copies(texts, seed):
+    """The dealing as it was before copies were looked at."""
+    order = np.random.default_rng([seed, 0]).permutation(len(texts))
+    bounds = dict(zip(corpus.SPLITS, itertools.accumulate([0.1, 0.1, 0.1, 0.7]), strict=True))
+    pools, chars, names = {name: [] for name in corpus.SPLITS}, 0, list(corpus.SPLITS)
+    for position, index in enumerate(order):
+        full = chars >= bounds[names[0]] * sum(map(len, texts))
+        if pools[names[0]] and len(names) > 1 and (full or len(order) - position < len(names)):
+            names = names[1:]
+        pools[names[0]].append(texts[index])
+        chars += len(texts[index])
+    return pools
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.text("abcdefgh", min_size=1, max_size=30), min_size=4), st.integers(0, 9))
+def test_text_without_copies_is_dealt_as_ever(tmp_path_factory, texts, seed):
+    path = tmp_path_factory.mktemp("unique") / "t.jsonl"
+    assert pools_of(path, sorted(texts), seed=seed) == pools_without_copies(sorted(texts), seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.text("abcd", min_size=1, max_size=9), st.integers(1, 30), min_size=4),
+    st.integers(0, 9),
+)
+def test_all_copies_go_to_one_split_and_none_is_lost(tmp_path_factory, copies, seed):
+    texts = [f"{' ' * (i % 3)}{t}" for t, count in copies.items() for i in range(count)]
+    pools = pools_of(tmp_path_factory.mktemp("copies") / "t.jsonl", texts, seed=seed)
+    assert Counter(itertools.chain(*pools.values())) == Counter(texts)
+    contents = {name: {text.strip() for text in pool} for name, pool in pools.items()}
+    assert sum(map(len, contents.values())) == len(copies), "a text stands in two splits"
+    assert all(contents.values()), "a split is empty"
+    assert max(copies[text] for name in corpus.HELD_OUT for text in contents[name]) <= min(
+        copies[text] for text in contents["train"]
+    ), "held-out text is the least repeated"
+
+
+def test_copies_are_counted_and_said(tmp_path):
+    texts = [f"row {i} " + "with some words " * 10 for i in range(50)]
+    texts[20:20] = ["this row\tcomes often " + "and often " * 20] * 100
+    texts[90:90] = ["this  row comes often\n" + "and  often " * 20] * 100
+    path = rows_file(tmp_path / "t.jsonl", texts)
+    with pytest.warns(UserWarning, match=r"199 of 250 documents repeat another .* share a split"):
+        loaded = corpus.load(small(path), tmp_path / "cache")
+    about = json.loads(next(tmp_path.glob("cache/*/corpus.json")).read_text())
+    assert about["duplicates"] == 199
+    assert about["pools"]["train"]["documents"] > 200
+    assert sum(pool["documents"] for pool in about["pools"].values()) == 250
+    for name in corpus.HELD_OUT:
+        assert about["pools"][name]["documents"] >= 5
+        assert "often" not in loaded.tokenizer.decode(loaded[name].tokens.tolist())
+
+
+def test_a_text_that_stands_there_twice_is_split_as_if_once(tmp_path):
+    texts = [f"row {i:02} with some words" for i in range(50)]
+    pools = pools_of(tmp_path / "t.jsonl", texts * 2)
+    for name in corpus.HELD_OUT:
+        assert len(pools[name]) in (10, 12)  # a tenth, or one text more
+        assert set(Counter(pools[name]).values()) == {2}
+
+
+def test_a_stream_is_read_without_its_copies(tmp_path, monkeypatch):
+    corpus.train_tokenizer([r["text"] for r in stream_rows(50)], 300).save(
+        str(tmp_path / "tok.json")
+    )
+    sizes = {f"{name}_tokens": 300 for name in corpus.SPLITS}
+    settings = dataclasses.replace(
+        CORPUS, source="hub:me/mine", tokenizer=str(tmp_path / "tok.json"), **sizes
+    )
+    monkeypatch.setattr(corpus, "_hub", lambda name, subset: iter(stream_rows(200)))
+    plain = corpus.load(settings, tmp_path / "plain")
+    twice = [row for row in stream_rows(200) for _ in range(2)]
+    monkeypatch.setattr(corpus, "_hub", lambda name, subset: iter(twice))
+    with pytest.warns(UserWarning, match=r"200 of 400 documents repeat .* were left out"):
+        other = corpus.load(settings, tmp_path / "twice")
+    assert other.fingerprints == plain.fingerprints
+
+
+def test_progress_is_told_in_documents_of_a_known_number(tmp_path, capfd):
+    settings = small(write_text(tmp_path))
+    count = len(list(corpus.documents_of(settings)))
+    corpus.load(settings, tmp_path / "cache")
+    assert f"0/{count} [" in capfd.readouterr().err
