@@ -144,6 +144,8 @@ def test_every_step_drops_other_units(text, tmp_path, monkeypatch):
     """Else the same units are dropped all the way, and a resumed run could not tell."""
     seeds = []
     seed = torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.append(number), seed(number))[1])
+    monkeypatch.setattr(
+        torch, "manual_seed", lambda number: (seeds.append(number), seed(number))[1]
+    )
     train(tiny_study(0, "q0.trajectories=2").run("q0", 8), text, tmp_path)
     assert len(set(seeds)) == len(seeds) == 36
