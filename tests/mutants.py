@@ -5,7 +5,8 @@
 
 Each mutant replaces a text that stands once in a file, in a temporary copy of the project, and
 runs the tests that are to fail. The exit status is 1 if a mutant survives, if its text is no
-longer there (the code moved on: adapt the mutant), or if a test fails without any.
+longer there (the code moved on: adapt the mutant), if its tests cannot be run, or if one of them
+fails without any.
 """
 
 import os
@@ -22,7 +23,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("q0lib", "tests", "pyproject.toml")
-SECONDS = 300  # for the tests of one mutant
+SECONDS = 600  # at most, for the tests of one mutant; all the tests once take a minute
+LEFT = ("SURVIVED", "NOT FOUND", "CANNOT RUN")  # what is said of a mutant that no test killed
 
 
 class Mutant(NamedTuple):
@@ -248,11 +250,7 @@ def copied(to: Path) -> Path:
 
 
 def failure(project: Path, tests: Sequence[str]) -> str:
-    """The first of `tests` that fails in the copy at `project`, "" if none does.
-
-    Raises:
-        RuntimeError: the tests could not be run; what pytest said.
-    """
+    """The first of `tests` that fails in the copy at `project`, "" if none does."""
     # No bytecode: a file that changes twice in a second would be run as it was before.
     env = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", "-rfE",
@@ -264,7 +262,8 @@ def failure(project: Path, tests: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         return f"no end after {SECONDS} s"
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"pytest could not run {' '.join(tests)}:\n{done.stdout}{done.stderr}")
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return f"CANNOT RUN {' '.join(tests)}: {said[-1] if said else done.returncode}"
     failed = re.findall(r"^(?:FAILED|ERROR) (?:\S*/)?(\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return failed[0] if failed else ""
 
@@ -285,18 +284,21 @@ def killed_by(mutant: Mutant, project: Path) -> str:
 def main(words: Sequence[str]) -> int:
     """Try the mutants whose names hold one of `words` (all, without); the exit status."""
     chosen = [each for each in MUTANTS if not words or any(word in each.name for word in words)]
+    if not chosen:
+        print(f"no mutant has one of these words in its name: {', '.join(words)}")
+        return 1
     with tempfile.TemporaryDirectory(prefix="q0-mutants-") as folder:
         project = copied(Path(folder))
         tests = sorted({test for each in chosen for test in each.tests.split()})
         print(f"{len(chosen)} mutants; first their {len(tests)} tests on the code as it is")
-        if not tests or (already := failure(project, tests)):
-            print(f"fails without any mutant: {already}" if tests else f"none named so: {words}")
+        if already := failure(project, tests):
+            print(f"fails without any mutant: {already}")
             return 1
         found = {each: killed_by(each, project) for each in tqdm(chosen, unit="mutant")}
     width = max(len(each.name) for each in found)
     for each, by in found.items():
         print(f"{each.name:{width}}  {by}")
-    left = [by for by in found.values() if by.startswith(("SURVIVED", "NOT FOUND"))]
+    left = [by for by in found.values() if by.startswith(LEFT)]
     print(f"{len(found) - len(left)} of {len(found)} killed")
     return 1 if left else 0
 
