@@ -14,6 +14,9 @@ test: .venv/.installed  ## lint, types, tests
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python -m pytest -n 2
 
+mutants: .venv/.installed  ## break the code in small ways, one at a time: which test notices?
+	@$(BIN)/python tests/mutants.py
+
 notebooks: .venv/.installed  ## run every narrative notebook afresh and store its outputs
 	@$(BIN)/python -m q0lib.sweeps.refresh
 
@@ -33,4 +36,4 @@ lab: .venv/.installed  ## open the notebooks
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 
-.PHONY: help study test notebooks bench lab
+.PHONY: help study test mutants notebooks bench lab

@@ -53,8 +53,8 @@ TABLES = {
         lambda whole: mixtures.selections(whole, [1, 2, 4, 8], mixtures.ALL_CHOICES), MIXTURES
     ),
     "epoch_efficiency": (lambda whole: epoch_efficiency.rows(whole, [8], [2]), MIXTURES),
-    "curve on test": (mixtures.snapshot_curve, {"test": ["member", "mixture"]}),
-    "curve on validation": (
+    "curve_on_test": (mixtures.snapshot_curve, {"test": ["member", "mixture"]}),
+    "curve_on_validation": (
         lambda whole: mixtures.snapshot_curve(whole, "validation"),
         {"validation": ["member", "mixture"]},
     ),
@@ -198,3 +198,19 @@ def test_a_token_belongs_to_the_document_that_it_stands_in():
     """Scored are tokens 1 to 8 of nine; token 3 begins a document, and so does token 5."""
     split = corpus.Split("test", np.arange(9, dtype=np.uint16), np.array([0, 3, 5]), "")
     assert split.document_ids(4).tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+
+
+def test_the_tokenizer_has_read_training_text_alone(tmp_path, monkeypatch):
+    read = []
+    train = corpus.train_tokenizer
+
+    def recorded(documents, vocab_size):
+        read.extend(documents)
+        return train(read, vocab_size)
+
+    monkeypatch.setattr(corpus, "train_tokenizer", recorded)
+    text = corpus.load(tiny_study().corpus, tmp_path)
+    for name, split in text.splits.items():
+        parts = np.split(split.tokens, split.starts[1:])[:-1]  # the last may be cut
+        documents = {text.tokenizer.decode(part.tolist()) for part in parts}
+        assert documents & set(read) == (documents if name == "train" else set())
