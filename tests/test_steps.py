@@ -10,7 +10,8 @@ from tiny import tiny_study, with_runtime
 
 from q0lib import corpus, optim, population, schedule
 from q0lib.model import GPT
-from q0lib.trajectory import Trajectory, train_population
+from q0lib.train import train_population
+from q0lib.trajectory import Trajectory
 
 
 def train(run, text, directory):
@@ -117,7 +118,7 @@ def test_every_seed_and_trajectory_has_its_own_start_and_its_own_order(text, tmp
     starts, orders = [], []
     for seed, index in ((0, 0), (0, 1), (1, 0)):
         run = tiny_study(seed, "q0.trajectories=2").run("q0", 4)
-        one = Trajectory(run, index, text, tmp_path / str(seed))
+        one = Trajectory(run, index, text)
         starts.append(one.model.head.weight.detach().clone())
         one.train_step()
         orders.append(rows[-1])

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from tqdm import tqdm
@@ -75,11 +76,13 @@ def train_methods(
 
 
 def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int) -> None:
-    points = [
+    points: list[dict[str, Any]] = [
         {"preset": preset, "method": each.method, "seed": run.seed, "epochs": float(each.epochs),
-         "overrides": list(each.overrides)}
+         "overrides": list(each.overrides), "share": share}
         for each, run in wave
+        for share in range(min(jobs, independent(run)))
     ]  # fmt: skip
+    points.sort(key=lambda point: bool(point["share"]))  # helpers come last, for idle cores
     with _member_bar([run for _, run in wave]):
         table = sweep.sweep(
             paths.NOTEBOOKS / "train_population.ipynb", {}, {}, listed=points, jobs=jobs,
@@ -97,6 +100,11 @@ def say(table: pd.DataFrame) -> None:
     failed = table[~table.status.isin(["done", "skipped"])]
     if len(failed):
         raise RuntimeError(f"{len(failed)} of {len(table)} failed: {failed.reason.iloc[0]}")
+
+
+def independent(run: config.Run) -> int:
+    """How many of a run's trajectories can be trained at the same time."""
+    return 1 if run.method.teacher == "previous_member" else run.trajectories
 
 
 @contextmanager

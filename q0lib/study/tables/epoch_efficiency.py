@@ -55,7 +55,7 @@ def rows(population: Population, budgets: Sequence[float], ks: Sequence[int] = (
             continue
         sizes = [*ks, *(2**i for i in range(len(part).bit_length())), len(part)]
         best = mixtures.chosen_k(part, sizes)
-        papers = prior.fit_prior(part.P["fitness"], "adamw")
+        papers = part.fitted("adamw")
         cut = mixtures.selections(part, sizes, ["truncate"], papers)
         cut["best_k"] = cut.k == best
         uniform = mixtures.selections(part, [len(part)], ["uniform"], papers).assign(best_k=False)
@@ -152,7 +152,7 @@ def document_losses(populations: Sequence[Population], curves: pd.DataFrame) -> 
         ours = [each for each in populations if (each.run.name, each.run.seed) == (base, seed)]
         part = next(filter(None, (mixtures.at_budget(each, epochs, count) for each in ours)))
         P = part.P["fitness"]
-        papers = None if set(points.choice) == {"uniform"} else prior.fit_prior(P, "adamw")
+        papers = None if set(points.choice) == {"uniform"} else part.fitted("adamw")
         for point in points.itertuples():
             chosen = prior.select(P, int(point.k), point.choice, papers)
             sums[point.method, seed, epochs] = intervals.document_sums(part, chosen.weights)

@@ -112,7 +112,7 @@ def snapshot_curve(population: Population, split: str = "test") -> pd.DataFrame:
     rows = []
     for cycles in range(1, population.run.cycles + 1):
         part = population.prefix(1, cycles)
-        weights = prior.fit_prior(part.P["fitness"]).weights
+        weights = part.fitted().weights
         last = part.members.iloc[-1]
         rows.append(
             {
@@ -130,7 +130,7 @@ def worth(part: population.Population) -> dict:
     the paper's cut to 8 (k8), its snapshots' mean, the last of them, and what it cost; the first
     two on validation too. `nll` holds the learned mixture's loss of every token."""
     P, M = part.P, len(part)
-    weights = {"learned": prior.fit_prior(P["fitness"]).weights, "uniform": np.full(M, 1 / M)}
+    weights = {"learned": part.fitted().weights, "uniform": np.full(M, 1 / M)}
     nll = -ensemble.mixture_log_probs(weights["learned"], P["test"])
     row = {"members": M, "flops": part.flops, "snapshot": float(part.members.test_loss.mean()),
            "last": float(part.members.test_loss.iloc[-1]), "nll": nll}  # fmt: skip
@@ -138,7 +138,6 @@ def worth(part: population.Population) -> dict:
         row[name] = ensemble.mixture_nll(each, P["test"])
         row[f"{name}_validation"] = ensemble.mixture_nll(each, P["validation"])
     if M >= 8:
-        papers = prior.fit_prior(P["fitness"], "adamw")
-        chosen = prior.select(P["fitness"], 8, "truncate", papers)
+        chosen = prior.select(P["fitness"], 8, "truncate", part.fitted("adamw"))
         row["k8"] = ensemble.mixture_nll(chosen.weights, P["test"])
     return row

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from q0lib import ensemble, population, prior
+from q0lib import ensemble, population
 from q0lib.study import plan
 from q0lib.study.tables import mixtures
 
@@ -23,7 +23,7 @@ def table(found: plan.Trained) -> pd.DataFrame:
             if part is None:
                 continue
             P, M = part.P, len(part)
-            fitted = prior.fit_prior(P["fitness"])
+            fitted = part.fitted()
             rows.append(
                 {"method": run.name, "seed": run.seed, "changed": each.label, "epochs": epochs,
                  "members": M, "snapshot": part.members.validation_loss.mean(),
