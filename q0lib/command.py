@@ -1,6 +1,7 @@
 """What every `python -m q0lib...` has in common: its help, its exit status, its signals."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -26,7 +27,8 @@ def status(prog: str, work: Callable[[], int | None]) -> int:
     OSError), 130 stopped, after what was running has saved. SIGTERM and SIGHUP stop it as Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show ends no work
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _stop_signals():
             return work() or 0
@@ -44,6 +46,7 @@ def _stop_signals() -> Iterator[None]:
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def stop(number: int, _: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # shells send it once more
         if number == signal.SIGHUP:  # the terminal has gone, and writing to it is an error
             null = os.open(os.devnull, os.O_WRONLY)
             for terminal in terminals:

@@ -379,6 +379,8 @@ def test_a_sweep_whose_terminal_goes_lets_its_points_save(tmp_path):
     os.close(terminal)
     os.close(ours)  # writing to it is an error from here on
     process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGHUP)  # by the terminal, and by the shell that ran in it
     assert process.wait(timeout=60) == 130
     assert (tmp_path / "saved").exists()
     table = pd.read_csv(tmp_path / "out/sweep.csv")
