@@ -149,6 +149,13 @@ def test_multi_token_states_see_the_next_token_and_no_later_one():
     assert not torch.equal(before[0, 20], after[0, 20])
 
 
+def test_units_are_dropped_in_training_alone():
+    net, tokens = built(), torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.equal(net.eval()(tokens, drop=0.5), net(tokens))
+        assert not torch.equal(net.train()(tokens, drop=0.5), net(tokens))
+
+
 def test_a_fresh_model_predicts_nearly_uniformly():
     net = GPT(SMALL).initialise(torch.Generator().manual_seed(0))
     tokens = torch.arange(32)[None]

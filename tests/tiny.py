@@ -26,7 +26,7 @@ def tiny_study(seed: int = 0, *overrides: str) -> config.Preset:
     """Preset quick, shrunk until a cycle takes a fraction of a second."""
     small = [
         f"corpus.source={some_messages()}", "corpus.document_chars=300",
-        "corpus.train_tokens=1200", "corpus.fitness_tokens=450", "corpus.validation_tokens=350",
+        "corpus.train_tokens=1200", "corpus.fitness_tokens=450", "corpus.validation_tokens=420",
         "corpus.test_tokens=400", "corpus.vocab_size=300", "model.vocab_size=300",
         "model.context=32", "model.layers=2", "model.width=32", "model.heads=2",
         "methods.batch_tokens=256", "methods.edge_batch_tokens=0", "q0.distill_after=1",
