@@ -50,7 +50,7 @@ FROZEN = "test_distill.py::test_teacher_is_an_independent_frozen_copy"
 CLUSTERED = "test_ensemble.py::test_the_error_counts_documents_not_tokens"
 COUNTED = "test_trajectory.py::test_distillation_starts_when_it_should_and_is_counted"
 ELECTED = (
-    "study/tables/test_curves_and_multipliers.py"
+    "study/tables/test_epoch_efficiency.py"
     "::test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_test"
 )
 
@@ -58,30 +58,30 @@ TABLES = "study/tables/"
 MUTANTS = (
     # --- weights and choices that saw the wrong text ---
     Mutant("leak: worth fits weights on test", TABLES + "mixtures.py",
-           '{"learned": prior.fit_prior(P["fitness"])', '{"learned": prior.fit_prior(P["test"])',
+           '{"learned": part.fitted()', '{"learned": prior.fit_prior(P["test"])',
            f"{ADDS_UP}[small_budgets-test]"),
     Mutant("leak: worth chooses its eight on test", TABLES + "mixtures.py",
            'prior.select(P["fitness"], 8', 'prior.select(P["test"], 8',
            f"{ADDS_UP}[small_budgets-test]"),
-    Mutant("leak: selections fit weights on test", TABLES + "mixtures.py",
-           'fitted or prior.fit_prior(population.P["fitness"]',
-           'fitted or prior.fit_prior(population.P["test"]',
+    Mutant("leak: every part is fitted on test", "population.py",
+           'prior.fit_prior(self.P["fitness"], fit)', 'prior.fit_prior(self.P["test"], fit)',
            f"{ADDS_UP}[selections-test]"),
     Mutant("leak: selections choose members on test", TABLES + "mixtures.py",
            'prior.select_path(population.P["fitness"]', 'prior.select_path(population.P["test"]',
            f"{ADDS_UP}[selections-test]"),
     Mutant("leak: epoch efficiency fits weights on test", TABLES + "epoch_efficiency.py",
-           'prior.fit_prior(part.P["fitness"]', 'prior.fit_prior(part.P["test"]',
+           'papers = part.fitted("adamw")\n        cut',
+           'papers = prior.fit_prior(part.P["test"], "adamw")\n        cut',
            f"{ADDS_UP}[epoch_efficiency-test]"),
     Mutant("leak: losses by document are of weights fitted on test", TABLES + "epoch_efficiency.py",
            'P = part.P["fitness"]', 'P = part.P["test"]',
-           "study/tables/test_curves_and_multipliers.py"
+           "study/tables/test_multipliers.py"
            "::test_document_losses_add_up_and_widen_the_interval"),
     Mutant("leak: the curve of snapshots fits weights on test", TABLES + "mixtures.py",
-           'prior.fit_prior(part.P["fitness"])', 'prior.fit_prior(part.P["test"])',
+           "weights = part.fitted()", 'weights = prior.fit_prior(part.P["test"])',
            f"{ADDS_UP}[curve_on_test-test]"),
     Mutant("leak: the curve of snapshots fits on the split it shows", TABLES + "mixtures.py",
-           'prior.fit_prior(part.P["fitness"])', "prior.fit_prior(part.P[split])",
+           "weights = part.fitted()", "weights = prior.fit_prior(part.P[split])",
            f"{ADDS_UP}[curve_on_validation-validation]"),
     Mutant("leak: the prior's tables choose on test", TABLES + "learned_prior.py",
            'prior.select_path(P["fitness"], block', 'prior.select_path(P["test"], block',
@@ -98,7 +98,8 @@ MUTANTS = (
            'ensemble.mixture_nll(fitted.weights, P["test"])',
            f"{ADDS_UP}[tuning-test] {ADDS_UP}[tuning-validation]"),
     Mutant("leak: trials are fitted on validation", TABLES + "tuning.py",
-           'prior.fit_prior(P["fitness"])', 'prior.fit_prior(P["validation"])',
+           "fitted = part.fitted()",
+           'fitted = __import__("q0lib").prior.fit_prior(P["validation"])',
            f"{ADDS_UP}[tuning-validation]"),
     Mutant("leak: trajectories are elected on test", TABLES + "epoch_efficiency.py",
            'judge = "validation" if', 'judge = "test" if', ELECTED),
@@ -142,7 +143,7 @@ MUTANTS = (
            "test_ensemble.py::test_pairing_removes_what_two_methods_share"),
     Mutant("error: some seeds alone may elect", TABLES + "intervals.py",
            'means = means[means["size"] == seeds]', "means = means",
-           "study/tables/test_evidence.py::test_a_reference_of_some_seeds_alone_is_not_chosen"),
+           "study/tables/test_data_efficiency.py::test_a_reference_of_some_seeds_alone_is_not_chosen"),
     Mutant("error: texts are drawn by document, not by token", TABLES + "intervals.py",
            "draws @ points.to_numpy().T / (draws @ tokens)[:, None]",
            "draws @ (points.to_numpy() / tokens).T / len(tokens)",
@@ -183,7 +184,7 @@ MUTANTS = (
     Mutant("trainer: the average is not what is left as snapshot", "trajectory.py",
            "self.model if self.average is None else self._built(self.average)", "self.model",
            AVERAGE),
-    Mutant("trainer: the first member teaches all", "trajectory.py",
+    Mutant("trainer: the first member teaches all", "train.py",
            "weights_path(directory, index - 1,", "weights_path(directory, 0,",
            "test_steps.py::test_a_member_is_taught_by_the_one_before_it"),
     Mutant("trainer: wd_schedule is ignored", "trajectory.py",
@@ -204,9 +205,9 @@ MUTANTS = (
     Mutant("trainer: training reads test", "trajectory.py",
            'corpus.EpochStream(text["train"]', 'corpus.EpochStream(text["test"]',
            "test_steps.py::test_training_reads_training_text_all_of_it_and_nothing_else"),
-    Mutant("trainer: every split is evaluated on test", "trajectory.py",
-           "held_out_log_probs(snapshot, self.text[split]",
-           'held_out_log_probs(snapshot, self.text["test"]', OWN_TOKENS),
+    Mutant("trainer: every split is evaluated on test", "train.py",
+           "held_out_log_probs(snapshot, text[split]",
+           'held_out_log_probs(snapshot, text["test"]', OWN_TOKENS),
     Mutant("trainer: dropout outside training", "model.py",
            "if self.training and drop", "if drop",
            "test_model.py::test_units_are_dropped_in_training_alone"),
@@ -231,7 +232,10 @@ MUTANTS = (
     Mutant("distillation: the teacher's mode is that of training", "distill.py",
            ".to(dtype).eval()", ".to(dtype)", FROZEN),
     Mutant("distillation: the teacher is the student", "distill.py",
-           "copy.deepcopy(model)", "model", FROZEN),
+           "copy.deepcopy(m)", "m", FROZEN),
+    Mutant("distillation: a mixture forgets its weights", "distill.py",
+           ".log_softmax(1).add_(log_weight)", ".log_softmax(1)",
+           "test_distill.py::test_a_mixture_teaches_its_probabilities_chunk_by_chunk"),
 )  # fmt: skip
 
 

@@ -50,7 +50,10 @@ WORTH = {
 }
 TABLES = {
     "selections": (
-        lambda whole: mixtures.selections(whole, [1, 2, 4, 8], mixtures.ALL_CHOICES), MIXTURES
+        lambda whole: mixtures.selections(
+            whole, [1, 2, 4, 8], mixtures.ALL_CHOICES, whole.fitted("adamw")
+        ),
+        MIXTURES
     ),
     "epoch_efficiency": (lambda whole: epoch_efficiency.rows(whole, [8], [2]), MIXTURES),
     "curve_on_test": (mixtures.snapshot_curve, {"test": ["member", "mixture"]}),
