@@ -136,7 +136,7 @@ def _cache_name(corpus: config.Corpus) -> str:
 def _source(corpus: config.Corpus) -> Path:
     """The source's file or folder: as named, or else in the project (notebooks run in theirs)."""
     for path in (Path(corpus.source), paths.ROOT / corpus.source):
-        if path.exists():
+        if corpus.source and path.exists():
             return path
     raise FileNotFoundError(
         f"corpus source {corpus.source!r} is no file or folder (a path is taken literally); use "

@@ -12,7 +12,6 @@ import io
 import json
 import re
 import reprlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -208,7 +207,7 @@ def _jsonl(path: Path, column: str) -> _Cells:
 
 
 def _csv(path: Path, column: str) -> _Cells:
-    csv.field_size_limit(sys.maxsize)  # by default a text may have 131,072 characters
+    csv.field_size_limit((1 << 31) - 1)  # by default a text may have 131,072 characters
     rows = csv.reader((f"{line}\n" for line in _lines(path)), strict=True)
     try:
         header = next(rows, [])

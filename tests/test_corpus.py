@@ -149,6 +149,7 @@ def test_lone_surrogates_become_question_marks():
             "train_tokens=1,000,000,000 is more than the [0-9,]+ tokens of the train",
         ),
         ({"source": "nowhere.txt"}, FileNotFoundError, "'nowhere.txt' is no file or folder"),
+        ({"source": ""}, FileNotFoundError, "'' is no file or folder"),
         ({"source": "~/text.txt"}, FileNotFoundError, "'~/text.txt' is .* taken literally"),
         ({"document_chars": 10**6}, ValueError, "has 1 different documents; at least 4 are needed"),
         ({"tokenizer": "t.json"}, ValueError, "at most vocab_size=300 tokens, it has 400"),
@@ -327,7 +328,7 @@ def odd_tokenizer(path, special):
         single=f"{corpus.END_OF_TEXT} $A", special_tokens=[(corpus.END_OF_TEXT, 0)]
     )
     tokenizer.enable_truncation(7)
-    tokenizer.enable_padding(length=9)
+    tokenizer.enable_padding(length=999)
     facts = json.loads(tokenizer.to_str())
     facts["added_tokens"][0]["special"] = special
     path.write_text(json.dumps(facts))

@@ -226,6 +226,13 @@ def test_a_text_in_one_line_is_cut_between_words_and_at_sentences(words, chars):
             assert not re.search(r"[.!][”]* ", window) or re.search(r"[.!]”*$", passage)
 
 
+def test_text_without_sentences_is_cut_between_words():
+    words = ["unpunctuated", "words"] * 50
+    passages = list(readers.cut_passages([" ".join(words)], 21))
+    assert " ".join(passages).split() == words
+    assert max(map(len, passages)) <= 2 * 21
+
+
 def test_unbroken_text_is_cut_at_its_sentences_or_else_anywhere():
     chinese = "今天天气很好。" * 100
     passages = list(readers.cut_passages([chinese], 20))
