@@ -123,7 +123,7 @@ class Population:
     @functools.cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
         """How text becomes the tokens that the members know."""
-        return tokenizers.Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        return corpus.read_tokenizer(self.directory / "tokenizer.json")
 
     def model(self, member: int, device: str = "cpu") -> GPT:
         """A member as a model, in evaluation mode; its weights must have been kept.
