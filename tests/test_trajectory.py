@@ -481,6 +481,7 @@ def test_a_teacher_kept_from_the_start(text, tmp_path):
     assert teachers[3] is not teachers[2]
 
 
+@pytest.mark.filterwarnings("ignore:.*mixes members")
 def test_members_of_other_code_are_refused_unless_asked_for(text, tmp_path, monkeypatch):
     """As when schedule.py is edited, or another commit checked out, under a run."""
     trained(tiny_study().run("q0", 2), text, tmp_path)
