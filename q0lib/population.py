@@ -34,6 +34,8 @@ from q0lib.model import GPT
 from q0lib.provenance import provenance
 from q0lib.trajectory import SPENT
 
+_DEFAULTS = "all, by the prior", "all, alike"  # how members are mixed where nobody has chosen
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -86,13 +88,14 @@ class Population:
         directory = Path(path)
         run = described_run(directory)
         done = completed(directory)
-        sizes = [
-            (n * c, c, n) for n, c in ((n, min(done[:n])) for n in range(1, len(done) + 1)) if c
-        ]
-        _, most_cycles, most = max(sizes, default=(0, 0, 0))
-        run = dataclasses.replace(
-            run, trajectories=trajectories or most, cycles=cycles or most_cycles
-        )
+        complete = {n: min(done[:n]) for n in range(1, len(done) + 1)}
+        if cycles is not None:
+            complete = {n: cycles for n, most in complete.items() if most >= cycles}
+        if trajectories is None:
+            trajectories = max(complete, key=lambda n: (n * complete[n], -n), default=1)
+        if cycles is None:
+            cycles = complete.get(trajectories, 1)
+        run = dataclasses.replace(run, trajectories=trajectories, cycles=cycles)
         return load(run, directory)
 
     def prefix(self, trajectories: int, cycles: int) -> "Population":
@@ -144,14 +147,21 @@ class Population:
         """Save how the population is to be mixed, in its directory, and return it.
 
         By default all members with the weights that the method is meant for: fitted exactly to
-        fitness text, or all alike.
+        fitness text, or all alike; but what was chosen before, or of more members, stays.
         """
         if chosen is None:
+            if (self.directory / "mixture.json").exists():
+                held = self.mixture
+                run = self.run
+                if held.choice not in _DEFAULTS or not all(
+                    t < run.trajectories and c < run.cycles for t, c in held.members
+                ):
+                    return held
             learned = self.run.method.mixture == "learned"
             weights = self.fitted().weights if learned else np.full(len(self), 1 / len(self))
             order = np.argsort(-weights, kind="stable")
             kept = order[weights[order] > 0]
-            chosen = prior.Selection(kept, weights, len(kept), "prior" if learned else "uniform")
+            chosen = prior.Selection(kept, weights, len(kept), _DEFAULTS[not learned])
         at = self.members.iloc[chosen.members]
         mixture = Mixture(
             tuple(zip(at.trajectory.tolist(), at.cycle.tolist(), strict=True)),
@@ -295,7 +305,13 @@ def write_result(run: config.Run, directory: Path) -> None:
     """Declare N x C complete, beside whatever was declared before, with the totals of it all."""
     cycles = completed(directory)
     cycles += [0] * (run.trajectories - len(cycles))
-    cycles[: run.trajectories] = [max(c, run.cycles) for c in cycles[: run.trajectories]]
+    for trajectory, declared in enumerate(cycles):
+        there = 0  # what was declared before may have been lost since
+        while there < declared and member_path(directory, trajectory, there).exists():
+            there += 1
+        cycles[trajectory] = max(there, run.cycles if trajectory < run.trajectories else 0)
+    while not cycles[-1]:
+        cycles.pop()
     last = [
         read_record(member_path(directory, trajectory, count - 1))
         for trajectory, count in enumerate(cycles)
@@ -375,7 +391,7 @@ def load(run: config.Run, directory: Path | None = None) -> Population:
             found.append(record)
             for split in corpus.HELD_OUT:
                 places[split].append(rows_of[split])
-    if len({json.dumps(record.get("code")) for record in found}) > 1:
+    if len({json.dumps(record["code"]) for record in found if "code" in record}) > 1:
         warnings.warn(f"{directory} mixes members that different code has trained", stacklevel=2)
     members = pd.DataFrame(found).drop(columns=["fingerprints", "code"], errors="ignore")
     P = {split: rows.probabilities(each) for split, each in places.items()}
@@ -400,5 +416,6 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def records(directory: Path) -> Iterator[dict[str, Any]]:
     """What each member that is there says of itself, whatever the run is complete for."""
-    for path in sorted(directory.glob("t??/c????.safetensors")):
-        yield read_record(path)
+    for path in sorted(directory.glob("t*/c*.safetensors")):
+        if not path.name.endswith(".weights.safetensors"):
+            yield read_record(path)

@@ -151,7 +151,9 @@ def check_probabilities(P: np.ndarray, members: np.ndarray | None = None) -> np.
     ValueError which member (of `members`, or of all) is not."""
     if isinstance(P, np.ma.MaskedArray):
         raise ValueError("P must be without a mask: leave out the members or tokens that it hides")
-    if not all(hasattr(P, name) for name in ("shape", "ndim", "dtype", "__getitem__")):
+    if isinstance(P, torch.Tensor) or not all(
+        hasattr(P, name) for name in ("shape", "ndim", "dtype", "__getitem__")
+    ):
         P = np.asarray(P)
     if P.ndim != 2 or 0 in P.shape:
         raise ValueError(f"P must be [members, tokens], at least one of each, got shape {P.shape}")

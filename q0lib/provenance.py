@@ -48,7 +48,7 @@ def _code_hash(source: str) -> str:
             node, clean=False
         ):
             node.body = node.body[1:]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:8]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]
 
 
 def _commit() -> str:

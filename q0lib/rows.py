@@ -35,13 +35,13 @@ class Rows:
         chosen = np.arange(len(self))[members]
         if tokens is None:
             return Rows([self.places[i] for i in chosen])
-        if not isinstance(tokens, slice):
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             return self[chosen, :][:, tokens]
-        start, stop, step = tokens.indices(self.shape[1])
+        start, stop, _ = tokens.indices(self.shape[1])
         block = np.empty((len(chosen), max(stop - start, 0)), self.dtype)
         for row, i in zip(block, chosen, strict=True):
             np.exp(self.places[i].read(start, stop), out=row)
-        return block[:, ::step]
+        return block
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:, :], dtype=dtype)

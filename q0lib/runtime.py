@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -63,7 +63,8 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         yield requested.is_set  # signals belong to the main thread
         return
     names = ("SIGINT", "SIGTERM", "SIGHUP")  # not every system hangs up
-    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    there = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    signals = [each for each in there if signal.getsignal(each) != signal.SIG_IGN]  # as by nohup
     before = [signal.signal(each, lambda *_: requested.set()) for each in signals]
     try:
         yield requested.is_set
@@ -73,9 +74,15 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+def locked(
+    folder: Path, *, wait: bool = True, stop_requested: Callable[[], bool] = lambda: False
+) -> Iterator[bool]:
     """Hold the folder's lock, and yield whether we do; while another process holds it, wait and
-    say so, or do without."""
+    say so, or do without.
+
+    Raises:
+        Stopped: when `stop_requested()` turns true while waiting.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
@@ -83,7 +90,11 @@ def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
     except Timeout:
         if wait:
             tqdm.write(f"waiting for another process that trains {folder}")
-            lock.acquire()
+        while wait and not lock.is_locked:
+            if stop_requested():
+                raise Stopped("stopped while another process trained what was left") from None
+            with suppress(Timeout):
+                lock.acquire(timeout=1)
     try:
         yield lock.is_locked
     finally:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -40,7 +41,8 @@ def train_population(
     population.open_directory(run, directory, text)
     if population.is_complete(run, directory):
         return population.load(run, directory)
-    _check_code(run, directory)
+    for record in population.records(directory):
+        _check_code(run, record, directory)
     steps = sum(cycle.steps for cycle in planned_cycles(run, text))
     with (
         runtime.threads(run.runtime.threads),
@@ -54,7 +56,7 @@ def train_population(
         while left:
             for index in list(left):
                 folder = population.trajectory_path(directory, index)
-                with runtime.locked(folder, wait=waits) as ours:
+                with runtime.locked(folder, wait=waits, stop_requested=stop_requested) as ours:
                     if not ours:
                         continue
                     waits = in_order
@@ -95,6 +97,7 @@ def train_trajectory(
         return all(population.has_member(run, directory, index, c) for c in range(cycles))
 
     if state := checkpoint.newest(one.device, under, reached):
+        _check_code(run, state, checkpoint.path)
         one.restore(state)
     if run.method.teacher == "previous_member" and index >= run.method.distill_after:
         path = population.weights_path(directory, index - 1, run.cycles - 1)
@@ -111,12 +114,12 @@ def train_trajectory(
             one.next_cycle()
         stop = stop_requested()
         if stop or clock.due():
-            checkpoint.save(one.state(), under)
+            checkpoint.save(_stamped(one), under)
         if stop:
             raise Stopped("training was stopped and saved; run it again to go on")
     longer = run.method.cycles != 1  # a longer run goes on from here
     if longer:
-        checkpoint.save(one.state(), under)
+        checkpoint.save(_stamped(one), under)
     checkpoint.finish(one.cycle, one.device, longer=longer)
 
 
@@ -151,26 +154,29 @@ def _leave_member(one: Trajectory, text: corpus.Text, directory: Path, under: st
     population.write_member(path, log_probs, record)
 
 
-def _check_code(run: config.Run, directory: Path) -> None:
-    """Refuse to go on with members that other code has trained, unless that is asked for.
+def _stamped(one: Trajectory) -> dict[str, Any]:
+    """A trajectory's state, with the commit and the code that took it there."""
+    made = {"commit": provenance.provenance()["commit"], "code": provenance.code()}
+    return one.state() | made
 
-    Members from before this was noted say nothing of their code: they are believed.
+
+def _check_code(run: config.Run, held: dict[str, Any], where: Path) -> None:
+    """Refuse to go on from a member's record or a checkpoint of other code, unless asked to.
+
+    Those from before this was noted say nothing of their code: they are believed.
     """
-    ours = provenance.code()
-    for record in population.records(directory):
-        theirs = record.get("code", {})
-        if differing := [name for name in theirs if theirs[name] != ours.get(name)]:
-            what = (
-                f"{directory} holds members that commit {record['commit']} trained, by other code "
-                f"in {', '.join(f'q0lib/{name}.py' for name in differing)}"
-            )
-            if not run.runtime.other_code:
-                raise ValueError(
-                    f"{what}: go back to that code, remove the folder to train anew, or set "
-                    "runtime.other_code=true to mix members of both"
-                )
-            warnings.warn(f"{what}; members of both will be mixed", stacklevel=3)
-            return
+    theirs, ours = held.get("code", {}), provenance.code()
+    differing = [f"q0lib/{name}.py" for name in theirs if theirs[name] != ours.get(name)]
+    if not differing:
+        return
+    what = f"{where} holds what commit {held['commit']} trained, by other code in "
+    what += ", ".join(differing)
+    if not run.runtime.other_code:
+        raise ValueError(
+            f"{what}: go back to that code, remove the folder to train anew, or set "
+            "runtime.other_code=true to mix members of both"
+        )
+    warnings.warn(f"{what}; members of both will be mixed", stacklevel=3)
 
 
 def estimate(run: config.Run) -> dict[str, float]:

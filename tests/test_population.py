@@ -154,6 +154,7 @@ def test_how_it_is_mixed_is_saved_beside_it(kept, text, tmp_path):
     assert list(mixture.weights) == sorted(mixture.weights, reverse=True)
     two = found.keep_mixture(prior.select(found.P["fitness"], 2))
     assert (len(two.members), two.choice, sum(two.weights)) == (2, "greedy", pytest.approx(1))
+    assert found.keep_mixture() == two, "what was chosen stays"
     run = tiny_study().run("ensemble", 4)
     alike = train.train_population(run, text, directory=tmp_path / "e", progress=False)
     assert alike.keep_mixture().weights == (0.5, 0.5)
@@ -234,3 +235,24 @@ def test_each_part_is_fitted_once(kept, monkeypatch):
     assert calls == ["exact", "exact", "adamw"]
     other = dataclasses.replace(found, P={"fitness": found.P["fitness"][::-1]})
     assert other.fitted().weights != pytest.approx(found.fitted().weights), "of other rows"
+
+
+def test_the_extent_that_is_asked_for_is_opened(text, tmp_path):
+    """One trajectory of four cycles and another of two."""
+    for budget, count in ((8, 1), (8, 2)):
+        run = tiny_study(0, f"q0.trajectories={count}").run("q0", budget)
+        train.train_population(run, text, directory=tmp_path, progress=False)
+    assert population.completed(tmp_path) == [4, 2]
+
+    def extent(**asked):
+        run = population.Population.open(tmp_path, **asked).run
+        return run.trajectories, run.cycles
+
+    assert extent() == (1, 4)
+    assert extent(trajectories=2) == (2, 2)
+    assert extent(cycles=2) == (2, 2)
+    assert extent(cycles=3) == (1, 3)
+    population.member_path(tmp_path, 0, 3).unlink()
+    wide = tiny_study(0, "q0.trajectories=3").run("q0", 6)
+    train.train_population(wide, text, directory=tmp_path, progress=False)
+    assert population.completed(tmp_path) == [3, 2, 1], "what was lost is not declared"

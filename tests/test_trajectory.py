@@ -16,7 +16,17 @@ from safetensors.torch import load_file
 from tiny import some_messages, tiny_study, with_runtime
 from tqdm import tqdm
 
-from q0lib import corpus, distill, evaluate, optim, population, provenance, train, trajectory
+from q0lib import (
+    corpus,
+    distill,
+    evaluate,
+    optim,
+    population,
+    provenance,
+    runtime,
+    train,
+    trajectory,
+)
 from q0lib.model import GPT
 
 HELD_OUT = corpus.HELD_OUT
@@ -532,3 +542,25 @@ def test_processes_share_the_trajectories_of_a_run(text, tmp_path, monkeypatch):
     shared = train.train_population(run, text, directory=tmp_path, progress=False)
     assert order == [1, 2, 0]
     assert same(shared, trained(run, text, tmp_path / "alone"))
+
+
+def test_a_checkpoint_of_other_code_is_refused_too(text, tmp_path, monkeypatch):
+    run = tiny_study().run("ensemble", 2)
+    with pytest.raises(train.Stopped):
+        trained(run, text, tmp_path, 3)
+    monkeypatch.setattr(provenance, "code", lambda: {"optim": "00000000"})
+    with pytest.raises(
+        ValueError, match=r"checkpoint\.pt holds what commit .* other code in q0lib/"
+    ):
+        trained(run, text, tmp_path)
+
+
+def test_a_stop_is_heard_while_waiting_and_a_switched_off_signal_is_left_alone(tmp_path):
+    held = FileLock(tmp_path / ".lock")
+    held.acquire()
+    with pytest.raises(train.Stopped), runtime.locked(tmp_path, stop_requested=lambda: True):
+        pass
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with runtime.stop_requests():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)

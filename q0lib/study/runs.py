@@ -88,7 +88,11 @@ def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, j
             paths.NOTEBOOKS / "train_population.ipynb", {}, {}, listed=points, jobs=jobs,
             force=True,  # a point that was done is not skipped: its population has gone
         )  # fmt: skip
-    say(table)
+    try:
+        say(table)
+    except RuntimeError:  # of processes that share a population one may fail: others finish it
+        if not all(population.is_complete(run) for _, run in wave):
+            raise
 
 
 def say(table: pd.DataFrame) -> None:
