@@ -47,13 +47,16 @@ def _stop_signals() -> Iterator[None]:
 
     def stop(number: int, _: object) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # shells send it once more
-        if number == signal.SIGHUP:  # the terminal has gone, and writing to it is an error
+        if (
+            signal.Signals(number).name == "SIGHUP"
+        ):  # the terminal has gone, and writing to it is an error
             null = os.open(os.devnull, os.O_WRONLY)
             for terminal in terminals:
                 os.dup2(null, terminal)
         raise KeyboardInterrupt
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
+    names = ("SIGTERM", "SIGHUP")  # not every system hangs up
+    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
     before = {each: signal.getsignal(each) for each in signals}
     for each in signals:
         if before[each] is not signal.SIG_IGN:

@@ -16,7 +16,9 @@ from q0lib import paths
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
 # The modules whose code decides what a config trains to, and what is recorded of it.
-TRAINING = ("corpus", "distill", "evaluate", "model", "optim", "schedule", "trajectory")
+TRAINING = (
+    "corpus", "distill", "evaluate", "model", "optim", "schedule", "train", "trajectory",
+)  # fmt: skip
 
 
 @functools.cache

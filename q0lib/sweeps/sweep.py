@@ -44,6 +44,7 @@ from q0lib.sweeps.notebook import (
     read,
 )
 
+SOURCES = {".py", ".toml", ".csv", ".mplstyle"}  # what the package is made of
 CACHED = 3  # exit status of a child that found its point already done
 COLUMNS = ["status", "seconds", "reason", "output"]
 
@@ -54,7 +55,9 @@ class Interrupted(KeyboardInterrupt):
 
 def point_key(node: Any, parameters: Mapping[str, Any], inputs: Sequence[str | Path]) -> str:
     """SHA-256 of all that decides what a point's output is."""
-    read_by_it = [*sorted(PACKAGE.rglob("*.py")), *map(Path, inputs)]
+    # Plans and styles decide an output as code does.
+    package = (file for file in PACKAGE.rglob("*") if file.suffix in SOURCES)
+    read_by_it = [*sorted(package), *map(Path, inputs)]
     contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in read_by_it]
     whole = json.dumps([code_hash(node), parameters, contents], sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()

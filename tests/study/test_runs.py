@@ -1,5 +1,7 @@
 """Training what is missing of the study, and what it cost."""
 
+from contextlib import nullcontext
+
 import pandas as pd
 import pytest
 from tiny import tiny_study
@@ -91,3 +93,39 @@ def test_the_published_runs_are_those_of_todays_plan():
     assert table.part.tolist() == [each.part for each, _ in listed]
     assert table.label.tolist() == [each.label for each, _ in listed]
     assert table.run.tolist() == [f"cpu/{run.directory.name}" for _, run in listed]
+
+
+@pytest.fixture
+def swept(monkeypatch, run_folder):
+    """What is asked of a sweep, which trains the first process's share and loses the others'."""
+    asked = []
+
+    def sweep_them(notebook, fixed, grid, *, listed, jobs, force):
+        asked.extend(listed)
+        status = ["failed" if point["share"] else "done" for point in listed]
+        return pd.DataFrame({"status": status, "seconds": 1.0, "reason": "killed", "output": "a"})
+
+    monkeypatch.setattr(sweep, "sweep", sweep_them)
+    return asked
+
+
+@pytest.mark.parametrize(("jobs", "shares"), [(1, [0]), (2, [0, 1]), (8, [0, 1, 2])])
+def test_trajectories_that_need_no_other_are_shared_among_processes(swept, jobs, shares):
+    study = tiny_study()
+    pairs = [
+        (plan.Experiment("main", name, name, 6), study.run(name, 6))
+        for name in ("ensemble", "distilled_ensemble")
+    ]
+    with pytest.raises(RuntimeError, match="failed: killed") if jobs > 1 else nullcontext():
+        runs._train_at_once(pairs, "quick", jobs)
+    by_method = {name: [p["share"] for p in swept if p["method"] == name]
+                 for name in ("ensemble", "distilled_ensemble")}  # fmt: skip
+    assert by_method == {"ensemble": shares, "distilled_ensemble": [0]}
+    assert [point["share"] for point in swept[:2]] == [0, 0], "every population is begun first"
+
+
+def test_a_process_that_fails_is_no_failure_when_others_finish_its_population(swept, text):
+    run = tiny_study().run("ensemble", 4)
+    train.train_population(run, text, progress=False)
+    runs._train_at_once([(plan.Experiment("main", "e", "ensemble", 4), run)], "quick", 2)
+    assert len(swept) == 2

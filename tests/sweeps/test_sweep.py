@@ -289,6 +289,19 @@ def test_a_point_that_is_skipped_keeps_the_seconds_that_it_took(tmp_path):
     assert swept([1, 2])[1] == took
 
 
+@pytest.mark.parametrize("name", ["a.py", "study/plans/cpu.toml", "trials.csv", "q0.mplstyle"])
+def test_whatever_the_package_is_made_of_decides_the_key(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sweep, "PACKAGE", tmp_path)
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("1")
+    key = sweep.point_key(new_notebook(), {}, [])
+    (tmp_path / "cached.pyc").write_text("1")
+    assert sweep.point_key(new_notebook(), {}, []) == key
+    file.write_text("2")
+    assert sweep.point_key(new_notebook(), {}, []) != key
+
+
 def test_two_sweeps_that_race_run_a_point_once(tmp_path):
     notebook = write(tmp_path / "n.ipynb", "import time; time.sleep(1)", COUNT)
     tables = []

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 
 from q0lib import config, ensemble, prior
@@ -37,8 +36,12 @@ def by_fitness_size(
     rows = []
     for size in [*(size for size in sizes if size < total), total]:
         part = P[:, :size]
-        papers = prior.fit_prior(part, "adamw")
-        weights = {"prior": prior.fit_prior(part).weights}
+        whole = size == total
+        papers, exact = (
+            population.fitted(fit) if whole else prior.fit_prior(part, fit)
+            for fit in ("adamw", "exact")
+        )
+        weights = {"prior": exact.weights}
         for choice in mixtures.CHOICES:
             weights[choice] = prior.select(part, k, choice, papers).weights
         rows += [
@@ -67,7 +70,7 @@ def tables(
     for run in runs:
         part = load(run)
         P, possible = part.P["fitness"], mixtures.check_sizes(ks, len(part))
-        fitted = {name: _timed_fit(P, name) for name in ("exact", "adamw")}
+        fitted = {name: _timed_fit(part, name) for name in ("exact", "adamw")}
         weights, papers = fitted["exact"][0].weights, fitted["adamw"][0]
         held_out = ensemble.cross_validate(
             P, part.documents["fitness"], possible, mixtures.ALL_CHOICES
@@ -96,9 +99,9 @@ def tables(
     return {name: pd.concat(blocks, ignore_index=True) for name, blocks in tables.items()}
 
 
-def _timed_fit(P: np.ndarray, method: prior.Fit) -> tuple[prior.Prior, float]:
+def _timed_fit(population: Population, method: prior.Fit) -> tuple[prior.Prior, float]:
     started = time.perf_counter()
-    return prior.fit_prior(P, method), time.perf_counter() - started
+    return population.fitted(method), time.perf_counter() - started
 
 
 def _with_costs(population: Population, table: pd.DataFrame, papers: prior.Prior) -> pd.DataFrame:
