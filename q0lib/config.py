@@ -22,7 +22,7 @@ RECIPE = 1
 
 _CYCLE = "cyclic", "cosine"
 _WD = "anti", "flat", "in_phase"
-_TEACHER = "none", "chain", "previous_member"
+_TEACHER = "none", "chain", "previous_member", "mixture"
 _MIXTURE = "learned", "uniform"
 
 
@@ -164,15 +164,20 @@ class Method(_Checked):
     batch_tokens: int = 2048
     edge_batch_tokens: int = 0  # in the first and last quarter of the horizon; 0 = batch_tokens
 
-    teacher: str = "chain"  # none; chain: the trajectory's last snapshot; previous_member
+    # none; chain: the trajectory's last snapshot; previous_member; mixture: the run's `Teaching`
+    teacher: str = "chain"
     alpha: float = 0.45
     temperature: float = 1.2
-    distill_after: int = 8  # cycles (chain) or members (previous_member) that train without
+    distill_after: int = 8  # cycles (chain, mixture) or members (previous_member) without
     teacher_every: int = 1  # cycles between refreshes of the teacher
     # Above 0 a trajectory is one ordinary run: the learning rate falls once from start to end,
     # nothing restarts or is perturbed, and the `cycles` snapshots are evenly spaced in this last
     # fraction of it (paper, table 3).
     tail: float = 0.0
+
+    # Above 0 the documents are packed in this many orders, which take turns, instead of a new one
+    # each epoch: what a mixture says of them is then worth keeping (`Runtime.cache_lessons`).
+    packings: int = 0
 
     ema_decay: float = 0.95
     ema_fraction: float = 0.0  # the snapshot averages weights over this last part of its cycle
@@ -208,6 +213,7 @@ class Method(_Checked):
             "epochs_per_cycle",
             "edge_batch_tokens",
             "distill_after",
+            "packings",
             "multi_token_weight",
         )
         positive = ("batch_tokens", "horizon", "temperature", "teacher_every", "grad_clip")
@@ -238,12 +244,44 @@ class Runtime(_Checked):
     micro_batch: int = 0  # sequences per forward pass; 0 = the whole batch
     compile: bool = False
     keep_weights: bool = False  # snapshots as safetensors; otherwise only their probabilities
+    cache_lessons: bool = False  # keep what a mixture teaches on disk, for all of its students
     checkpoint_seconds: float = 60.0  # what a kill can cost
     other_code: bool = False  # go on where members were trained by other code of q0lib
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         names = ("threads", "micro_batch", "checkpoint_seconds")
         return [(name, getattr(self, name) >= 0, ">= 0") for name in names]
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The mixture that teaches a student: members of runs that are there, and their weights.
+
+    A member is the key of its run, its trajectory and its cycle; `folders` says where each one's
+    run lies (within `paths.RUNS` by the name there), which decides nothing.
+    """
+
+    members: tuple[tuple[str, int, int], ...]
+    weights: tuple[float, ...]  # sum to 1
+    folders: tuple[str, ...]
+    start: int = -1  # the student starts from the weights of this one of `members`; -1: afresh
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple((key, t, c) for key, t, c in self.members))
+        for name in ("weights", "folders"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        sizes = len(self.members), len(self.weights), len(self.folders)
+        if not self.members or len(set(sizes)) > 1:
+            raise ValueError(f"a teaching needs a weight and a folder for each member, got {sizes}")
+        if not -1 <= self.start < len(self.members):
+            raise ValueError(f"start must be one of {len(self.members)} members, got {self.start}")
+
+    @property
+    def decides(self) -> dict[str, Any]:
+        """What of it decides a student."""
+        facts = dataclasses.asdict(self)
+        del facts["folders"]
+        return facts
 
 
 @dataclass(frozen=True)
@@ -260,6 +298,7 @@ class Run:
     trajectories: int
     cycles: int
     runtime: Runtime
+    teaching: Teaching | None = None  # who teaches, where `method.teacher` is "mixture"
 
     @property
     def epochs(self) -> float:
@@ -269,14 +308,18 @@ class Run:
     def decides(self) -> dict[str, Any]:
         """What decides every number of the run; its extent (N, C) is left out, by prefix.
 
-        So is how its members are mixed. `tail` came later than the first runs: a run without one
-        keeps its key. With one, C counts.
+        So is how its members are mixed. `tail`, `packings` and `teaching` came later than the
+        first runs: a run without them keeps its key. With a tail, C counts.
         """
         method = dataclasses.asdict(self.method) | {"cycles": self.cycles}
         left_out = ["trajectories", "mixture"]
         if not self.method.tail:
             left_out += ["cycles", "tail"]
+        if not self.method.packings:
+            left_out += ["packings"]
+        taught = {"teaching": self.teaching.decides} if self.teaching else {}
         return {
+            **taught,
             "recipe": RECIPE,
             "seed": self.seed,
             "precision": self.precision,
@@ -338,11 +381,16 @@ class Preset(_Checked):
                         f"got {batch}"
                     )
 
-    def run(self, method: str, epochs: float | None = None) -> Run:
+    def run(
+        self, method: str, epochs: float | None = None, teaching: Teaching | None = None
+    ) -> Run:
         """Resolve `method` at a budget of `epochs` (default: the preset's).
 
+        `teaching` says who teaches a method that learns from a mixture: see `student.teaching`.
+
         Raises:
-            ValueError: an unknown method, or a budget that is no whole number of cycles.
+            ValueError: an unknown method, a budget that is no whole number of cycles, or a
+                teaching that is missing, or not needed.
         """
         if method not in self.methods:
             raise ValueError(f"unknown method {method!r}, known: {', '.join(self.methods)}")
@@ -350,6 +398,9 @@ class Preset(_Checked):
         if budget <= 0:
             raise ValueError(f"epochs must be > 0, got {epochs}")
         chosen = self.methods[method]
+        if (chosen.teacher == "mixture") != (teaching is not None):
+            needs = "needs" if teaching is None else "takes no"
+            raise ValueError(f"{method} (teacher {chosen.teacher!r}) {needs} teaching by a mixture")
         sizes = [chosen.trajectories, chosen.cycles, chosen.epochs_per_cycle]
         known = math.prod(size for size in sizes if size)
         sizes = [size or budget / known for size in sizes]
@@ -372,4 +423,5 @@ class Preset(_Checked):
             trajectories=round(trajectories),
             cycles=round(cycles),
             runtime=self.runtime,
+            teaching=teaching,
         )

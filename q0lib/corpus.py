@@ -442,12 +442,14 @@ class EpochStream:
     """Training rows of context + 1 tokens, endless: documents are reshuffled every epoch.
 
     Row i is row i % rows_per_epoch of epoch i // rows_per_epoch, and an epoch's order follows
-    from (seed, epoch) alone, so a position is all that a resumed run needs to know.
+    from (seed, epoch) alone, so a position is all that a resumed run needs to know. With
+    `packings` above 0 that many orders take turns.
     """
 
     split: Split
     context: int
     seed: tuple[int, ...]
+    packings: int = 0
 
     def __post_init__(self) -> None:
         if self.rows_per_epoch < 1:
@@ -459,13 +461,17 @@ class EpochStream:
     def rows_per_epoch(self) -> int:
         return len(self.split.tokens) // (self.context + 1)
 
+    def packing(self, epoch: int) -> int:
+        """Which order the documents have in this epoch."""
+        return epoch % self.packings if self.packings else epoch
+
     def rows(self, first: int, count: int) -> np.ndarray:
         """Rows first .. first + count - 1, int64 [count, context + 1]."""
         parts = []
         while count:
             epoch, start = divmod(first, self.rows_per_epoch)
             taken = min(count, self.rows_per_epoch - start)
-            order = _epoch_order(self, epoch)
+            order = _epoch_order(self, self.packing(epoch))
             width = self.context + 1
             flat = order[start * width : (start + taken) * width]
             parts.append(flat.astype(np.int64).reshape(taken, width))

@@ -203,9 +203,12 @@ def weights_path(directory: Path, trajectory: int, cycle: int) -> Path:
 
 
 def keeps_weights(run: config.Run, cycle: int) -> bool:
-    """Whether the weights of this cycle's members are kept: asked for, or to teach the next."""
+    """Whether the weights of this cycle's members are kept: asked for, to teach the next, or
+    because a student is there for its weights."""
     last = cycle + 1 == run.method.cycles
-    return run.runtime.keep_weights or (run.method.teacher == "previous_member" and last)
+    return run.runtime.keep_weights or (
+        run.method.teacher in ("previous_member", "mixture") and last
+    )
 
 
 # --- writing -----------------------------------------------------------------------------------
@@ -280,7 +283,13 @@ def described_run(directory: Path) -> config.Run:
     about = files.read_json(path)
     if "run" not in about:
         raise ValueError(f"{path} is of an earlier q0lib; train_population adds what it lacks")
-    parts = {"corpus": config.Corpus, "model": config.Model, "method": config.Method}
+    parts: dict[str, Any] = {
+        "corpus": config.Corpus,
+        "model": config.Model,
+        "method": config.Method,
+    }
+    if about["run"].get("teaching"):
+        parts["teaching"] = config.Teaching
     try:
         built = {name: kind(**about["run"].pop(name)) for name, kind in parts.items()}
         return config.Run(

@@ -119,6 +119,15 @@ def _family(methods: dict[str, Method]) -> dict[str, Method]:
     single = methods.get("single", _alone(ensemble, ensemble.weight_decay))
     return {
         **methods,
+        # One model that a whole mixture teaches (`Teaching`): at preset cpu, tuned there.
+        "student": dataclasses.replace(
+            single,
+            teacher="mixture",
+            alpha=0.9,
+            temperature=1.0,
+            distill_after=0,
+            weight_decay=0.3,
+        ),
         # The stronger baseline that the paper leaves out: each member distils the one before it.
         "distilled_ensemble": dataclasses.replace(
             ensemble, teacher="previous_member", distill_after=1

@@ -7,7 +7,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from q0lib import config, corpus, distill, evaluate, population, provenance, runtime
+from q0lib import (
+    config,
+    corpus,
+    distill,
+    evaluate,
+    lessons,
+    population,
+    provenance,
+    runtime,
+    student,
+)
 from q0lib.checkpoint import Checkpoint
 from q0lib.model import forward_flops, layer_passes, parameter_count
 from q0lib.runtime import Stopped
@@ -31,13 +41,15 @@ def train_population(
 
     Raises:
         Stopped: after Ctrl-C, SIGTERM or SIGHUP, with everything saved.
-        ValueError: the directory belongs to another config, or its members were trained by other
-            code (see `runtime.other_code`).
+        ValueError: the directory belongs to another config, its members were trained by other
+            code (see `runtime.other_code`), or a teacher does not fit (`student.check`).
         FloatingPointError: the loss is no longer finite.
     """
     directory = directory or run.directory
     runtime.device(run.runtime.device)
     text = text or corpus.load(run.corpus)
+    if run.teaching is not None:
+        student.check(run.teaching, text)
     population.open_directory(run, directory, text)
     if population.is_complete(run, directory):
         return population.load(run, directory)
@@ -99,9 +111,17 @@ def train_trajectory(
     if state := checkpoint.newest(one.device, under, reached):
         _check_code(run, state, checkpoint.path)
         one.restore(state)
+    elif run.teaching is not None and run.teaching.start >= 0:
+        one.model.load_state_dict(student.start(run.teaching, run.model), strict=True)
     if run.method.teacher == "previous_member" and index >= run.method.distill_after:
         path = population.weights_path(directory, index - 1, run.cycles - 1)
         one.taught_by(population.read_weights(path))
+    if run.teaching is not None:
+        mixture = student.teacher(run.teaching, one.device, one.dtype)
+        kept = None
+        if run.runtime.cache_lessons:
+            kept = lessons.Kept(mixture, one.stream, run.teaching)
+        one.taught_by_mixture(mixture, kept)
     bar.update(int(one.spent["steps"]))
     clock = runtime.Clock(one.spent["wall_seconds"], run.runtime.checkpoint_seconds)
     while one.cycle < run.cycles:
@@ -190,10 +210,15 @@ def estimate(run: config.Run) -> dict[str, float]:
     """
     model, method = run.model, run.method
     tokens = run.epochs * run.corpus.train_tokens
-    members = run.cycles if method.teacher == "chain" else run.trajectories
+    members = run.trajectories if method.teacher == "previous_member" else run.cycles
     taught = 0.0 if method.teacher == "none" else max(0, members - method.distill_after) / members
-    student = (1 - method.loop_from) * forward_flops(model, True, multi_token=True)
-    student += method.loop_from * forward_flops(model, False, multi_token=True)
+    teacher = forward_flops(model)
+    if run.teaching is not None:
+        teacher = student.lesson_flops(run.teaching)
+        if run.runtime.cache_lessons and method.packings:
+            teacher *= min(1.0, method.packings / (run.epochs / run.trajectories))
+    own = (1 - method.loop_from) * forward_flops(model, True, multi_token=True)
+    own += method.loop_from * forward_flops(model, False, multi_token=True)
     parameters = parameter_count(model)
     vocabulary = 2 * model.vocab_size * model.width
     fixed = 12 * parameters + 4 * vocabulary  # weights, gradients, momentum; AdamW keeps two
@@ -206,6 +231,6 @@ def estimate(run: config.Run) -> dict[str, float]:
         "parameters": parameters,
         "tokens": tokens,
         "taught": taught,
-        "flops": tokens * (3 * student + taught * forward_flops(model)),
+        "flops": tokens * (3 * own + taught * teacher),
         "memory": fixed + active,
     }

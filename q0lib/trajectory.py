@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from q0lib import config, corpus, distill, optim, runtime, schedule
+from q0lib import config, corpus, distill, lessons, optim, runtime, schedule
 from q0lib.model import GPT, forward_flops
 
 # What a random draw is for; part of its seed, so that no two uses share a stream.
@@ -42,14 +42,17 @@ class Trajectory:
     """Trajectory `index` of a run at its start; `restore` takes it to where a `state` was.
 
     `step` counts from 0 within `cycle`; `spent` adds up over the trajectory; `newest` is the
-    snapshot that may teach; `average` the mean of weights, late in a cycle.
+    snapshot or mixture that may teach, `kept` what such a mixture says, read from disk; `average`
+    the mean of weights, late in a cycle.
     """
 
     def __init__(self, run: config.Run, index: int, text: corpus.Text) -> None:
         self.run, self.index, self.method = run, index, run.method
         self.dtype = runtime.DTYPES[run.precision]
         self.device = runtime.device(run.runtime.device)
-        self.stream = corpus.EpochStream(text["train"], run.model.context, (run.seed, index, _DATA))
+        self.stream = corpus.EpochStream(
+            text["train"], run.model.context, (run.seed, index, _DATA), run.method.packings
+        )
         self.model = GPT(run.model).initialise(self._generator(_WEIGHTS)).to(self.device)
         self.forward: Callable[..., Tensor] = self.model
         if run.runtime.compile:
@@ -61,11 +64,14 @@ class Trajectory:
         self.spent: dict[str, float] = dict.fromkeys(SPENT, 0)
         self.average: dict[str, Tensor] | None = None
         self.newest: distill.Teacher | None = None
+        self.kept: lessons.Kept | None = None
 
     @property
     def teacher(self) -> distill.Teacher | None:
-        """Who teaches in this cycle: nobody until `distill_after`, then the newest snapshot."""
-        if self.method.teacher == "chain" and self.cycle < self.method.distill_after:
+        """Who teaches in this cycle: nobody until `distill_after`, then the newest snapshot, or
+        the mixture that the run is taught by."""
+        in_cycles = self.method.teacher in ("chain", "mixture")
+        if in_cycles and self.cycle < self.method.distill_after:
             return None
         return self.newest
 
@@ -95,14 +101,15 @@ class Trajectory:
                 at, steps, method.lr_floor, method.wd_floor, method.wd_schedule, method.schedule
             ),
         )
-        block = torch.from_numpy(self.stream.rows(start + self.step * rows, rows))
-        block = block.to(self.device)
+        first = start + self.step * rows
+        block = torch.from_numpy(self.stream.rows(first, rows)).to(self.device)
         looped = done >= method.loop_from * steps
         torch.manual_seed(self._seed(_DROPOUT, int(self.spent["steps"])))
         self.model.train()
         loss = 0.0
-        for part in block.split(self.run.runtime.micro_batch or rows):
-            loss += self._backward(part, rows * self.run.model.context, looped)
+        for at in range(0, rows, size := self.run.runtime.micro_batch or rows):
+            part = block[at : at + size]
+            loss += self._backward(part, first + at, rows * self.run.model.context, looped)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), method.grad_clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
@@ -115,8 +122,7 @@ class Trajectory:
         self._update_average()
         tokens = rows * self.run.model.context
         student = forward_flops(self.run.model, looped, multi_token=True)
-        teacher = self.teacher.flops if self.teacher is not None else 0.0
-        self.spent["flops"] += tokens * (3 * student + teacher)
+        self.spent["flops"] += tokens * (3 * student + self._lesson_flops(first))
         self.spent["tokens"] += tokens
         self.spent["steps"] += 1
         self.spent["train_seconds"] += time.perf_counter() - started
@@ -132,13 +138,21 @@ class Trajectory:
         before = sum(cycle.steps for cycle in self.cycles[: self.cycle])
         return before + self.step, sum(cycle.steps for cycle in self.cycles)
 
-    def _backward(self, rows: Tensor, total: int, looped: bool) -> float:
-        """Add the gradient of some rows [n, context + 1] of a batch; return their share of CE."""
+    def _lesson_flops(self, row: int) -> float:
+        """FLOPs a token that the lesson of this row costs; to read a kept one costs nothing."""
+        if self.teacher is None or (self.kept is not None and self.kept.repeats(row)):
+            return 0.0
+        return self.teacher.flops
+
+    def _backward(self, rows: Tensor, first: int, total: int, looped: bool) -> float:
+        """Add the gradient of some rows [n, context + 1] of a batch, the `first` one of the stream
+        and those after it; return their share of CE."""
         method, model = self.method, self.model
         inputs, following = rows[:, :-1], rows[:, 1:]
         taught = None
         if self.teacher is not None:
-            lesson = self.teacher.lesson(inputs)
+            read = self.kept and self.kept.lesson(first, len(rows))
+            lesson = read or self.teacher.lesson(inputs)
             taught = distill.Distillation(lesson, method.alpha, method.temperature)
         hidden = self.forward(inputs, self.dtype, method.dropout, looped)
         loss, entropy = distill.head_loss(
@@ -186,6 +200,10 @@ class Trajectory:
         """Make a model with these weights the one that may teach."""
         self.newest = distill.Teacher([self._built(weights)], dtype=self.dtype)
 
+    def taught_by_mixture(self, mixture: distill.Teacher, kept: lessons.Kept | None) -> None:
+        """Make a mixture the one that teaches throughout, by what is `kept` of it if anything."""
+        self.newest, self.kept = mixture, kept
+
     @torch.no_grad()
     def perturb(self) -> None:
         """Shake every tensor at the boundary into this cycle, the same on every replica."""
@@ -203,7 +221,11 @@ class Trajectory:
     # --- state ---------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything that `restore` needs: tensors and plain values."""
+        """Everything that `restore` needs: tensors and plain values. A mixture that teaches is no
+        part of it: it lies where it was trained."""
+        newest = None
+        if self.newest is not None and self.method.teacher != "mixture":
+            newest = self.newest.models[0].state_dict()
         return {
             "cycle": self.cycle,
             "step": self.step,
@@ -212,7 +234,7 @@ class Trajectory:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "average": self.average,
-            "newest": None if self.newest is None else self.newest.models[0].state_dict(),
+            "newest": newest,
         }
 
     def restore(self, state: dict[str, Any]) -> None:

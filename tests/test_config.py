@@ -127,7 +127,8 @@ KEYS = {  # of every method at a budget, today's presets
 def test_keys_of_the_presets_stay(name, epochs):
     """Committed tables name runs by their keys: what is not trained must not move them."""
     study = presets.load(name)
-    found = {method: study.run(method, epochs).key for method in study.methods}
+    untaught = [name for name, each in study.methods.items() if each.teacher != "mixture"]
+    found = {method: study.run(method, epochs).key for method in untaught}
     assert found == KEYS[name, epochs]
 
 

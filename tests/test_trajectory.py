@@ -379,7 +379,7 @@ def test_training_loss_with_teacher_and_multi_token_is_the_papers(text, tmp_path
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.manual_seed(3)))
     one.newest = distill.Teacher([other.model])
     block = torch.from_numpy(one.stream.rows(0, 4))
-    one._backward(block, 4 * 32, True)
+    one._backward(block, 0, 4 * 32, True)
     got = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None}
     one.model.zero_grad()
 
