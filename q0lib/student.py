@@ -69,6 +69,30 @@ def teaching(
     )
 
 
+def taught_by(names: Sequence[str], k: int | None = None) -> config.Teaching:
+    """`teaching` by runs named as notebooks and sweeps can: "cpu/q0-seed0-7140a71de9da@1x32".
+
+    A name is a run directory (within `paths.RUNS`, or a path), and after the @ how much of it
+    takes part, trajectories x cycles; without, all that is complete.
+
+    Raises:
+        ValueError: a name of another form, and as `teaching`.
+        FileNotFoundError: no such run, or not so much of it is complete.
+    """
+    found = []
+    for name in names:
+        folder, _, extent = name.partition("@")
+        sizes = [int(size) if size.isdigit() else 0 for size in extent.split("x")]
+        if extent and (len(sizes) != 2 or min(sizes) < 1):
+            raise ValueError(
+                f"a teacher is a run directory, @ and trajectories x cycles, such as "
+                f"cpu/q0-seed0-7140a71de9da@1x32, got {name!r}"
+            )
+        part = sizes if extent else (None, None)
+        found.append(population.Population.open(_directory(folder), *part))
+    return teaching(found, k)
+
+
 def teacher(
     taught: config.Teaching, device: torch.device, dtype: torch.dtype
 ) -> distill.Teacher:  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from q0lib import allocation, config, presets
+from q0lib import allocation, config, paths, population, presets, student
 
 PLANS = Path(__file__).with_name("plans")
 
@@ -25,8 +25,9 @@ PARTS = (
     "tuning", "main", "splits", "ablation", "reference", "reference_sizes", "tuned_reference",
     "small",
 )  # fmt: skip
+STUDENTS = "student", "student_tuning"  # beyond the paper: who teaches, and whom
 # What is chosen by one seed is trained for one alone.
-ONE_SEED = ("tuning", "splits", "reference_sizes", "tuned_reference")
+ONE_SEED = ("tuning", "splits", "reference_sizes", "tuned_reference", "student_tuning")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
 UNDISTILLED = "no distillation"
 UNDISTILLED_LONGER = "cycles of 4 epochs, no distillation"
@@ -52,6 +53,9 @@ class Extent:
     sizes: tuple[dict[str, int], ...]  # ... of these models, each larger than the one before
     recipe: tuple[str, ...]  # ... all trained like this, overrides
     recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`
+    # Students, each after its teachers: label; method, epochs and fields (of the method, or with a
+    # dot); teachers, "label NxC" of the lines above; k of their members, 0 = all; its part.
+    student: tuple[dict[str, Any], ...] = ()
     # Where the last of the sizes is known to be the best, at every multiple of one seed: as far as
     # this one, beyond what any method is worth, other seeds train it alone. 0: not known.
     settled_to: int = 0
@@ -109,11 +113,54 @@ class Experiment:
     method: str
     epochs: float
     overrides: tuple[str, ...] = ()
+    teachers: tuple["Part", ...] = ()  # whose mixture teaches it
+    k: int = 0  # ... of so many members of theirs, chosen greedily; 0 = all
 
     def run(self, preset: str, seed: int) -> config.Run:
-        """The run behind it."""
+        """The run behind it; what teaches it must be trained.
+
+        Raises:
+            FileNotFoundError: a teacher is not; names it.
+        """
         chosen = presets.load(preset, seed=seed, overrides=list(self.overrides))
-        return chosen.run(self.method, self.epochs)
+        if not self.teachers:
+            return chosen.run(self.method, self.epochs)
+        taught = _teaching(tuple(self.taught_by(preset, seed)), self.k or None)
+        return chosen.run(self.method, self.epochs, taught)
+
+    def taught_by(self, preset: str, seed: int) -> list[str]:
+        """Its teachers as `student.taught_by` reads them."""
+        return [part.name(preset, seed) for part in self.teachers]
+
+    def waits(self, preset: str, seed: int) -> bool:
+        """Whether it has a teacher that is yet to be trained."""
+        return not all(
+            not part.of.waits(preset, seed) and population.is_complete(part.run(preset, seed))
+            for part in self.teachers
+        )
+
+
+# A choice among what is complete stays what it was, and takes seconds.
+_teaching = functools.cache(student.taught_by)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The first trajectories, and their first cycles, of an experiment's population."""
+
+    of: Experiment
+    trajectories: int
+    cycles: int
+
+    def run(self, preset: str, seed: int) -> config.Run:
+        """The run that is as large as this part."""
+        run = self.of.run(preset, seed)
+        return dataclasses.replace(run, trajectories=self.trajectories, cycles=self.cycles)
+
+    def name(self, preset: str, seed: int) -> str:
+        """As `student.taught_by` reads it."""
+        directory = self.of.run(preset, seed).directory
+        return f"{directory.relative_to(paths.RUNS)}@{self.trajectories}x{self.cycles}"
 
 
 Trained = Sequence[tuple[Experiment, config.Run]]  # what was planned, and its run
@@ -130,7 +177,7 @@ def experiments(
     base, extent = presets.load(preset), load(preset)
     known = {"tuning": _tuning, "main": _main, "splits": _splits, "ablation": _ablations,
              **dict.fromkeys(("reference", "reference_sizes", "tuned_reference"), _reference),
-             "small": _small}  # fmt: skip
+             "small": _small, **dict.fromkeys(STUDENTS, _student)}  # fmt: skip
     for part in parts:
         if part not in known:
             raise ValueError(f"unknown part {part!r}, known: {', '.join(known)}")
@@ -241,3 +288,20 @@ def _small(extent: Extent, base: config.Preset) -> list[Experiment]:
             for label, method, shape in shapes
         ]  # fmt: skip
     return found
+
+
+def _student(extent: Extent, base: config.Preset) -> list[Experiment]:
+    """Populations that teach, with their weights, and whom they teach: generation by generation."""
+    found: dict[str, Experiment] = {}
+    for line in extent.student:
+        method = line["method"]
+        fields = [each if "." in each else f"{method}.{each}" for each in line["fields"].split()]
+        teachers = []
+        for name in line["teachers"]:
+            label, _, size = name.rpartition(" ")
+            teachers.append(Part(found[label], *map(int, size.split("x"))))
+        found[line["label"]] = Experiment(
+            line.get("part", "student"), line["label"], method, line["epochs"],
+            (*fields, "runtime.keep_weights=true"), tuple(teachers), line.get("k", 0),
+        )  # fmt: skip
+    return list(found.values())

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from q0lib import command, config, paths, population
 from q0lib.study import plan
-from q0lib.study.plan import ONE_SEED, PARTS, Experiment
+from q0lib.study.plan import ONE_SEED, PARTS, STUDENTS, Experiment
 from q0lib.sweeps import sweep
 from q0lib.train import estimate
 
@@ -25,9 +25,20 @@ from q0lib.train import estimate
 def runs_of(
     experiments: Sequence[Experiment], preset: str, seeds: Sequence[int]
 ) -> list[tuple[Experiment, config.Run]]:
-    """Every experiment with its run, seed by seed; a trial for the first of the seeds alone."""
+    """Every experiment with its run, seed by seed; a trial for the first of the seeds alone.
+
+    One whose teachers are yet to be trained has no run yet, and is left out.
+    """
     return [
         (each, each.run(preset, seed))
+        for each, seed in _pairs(experiments, seeds)
+        if not each.waits(preset, seed)
+    ]
+
+
+def _pairs(experiments: Sequence[Experiment], seeds: Sequence[int]) -> list[tuple[Experiment, int]]:
+    return [
+        (each, seed)
         for seed in seeds
         for each in experiments
         if seed == seeds[0] or each.part not in ONE_SEED
@@ -51,6 +62,18 @@ def train(
     complete = sum(population.is_complete(run) for _, run in found)
     if complete:
         print(f"     complete already, reused: {complete} of {len(found)} populations")
+    _train_ready(found, preset, jobs)
+    while len(taught := runs_of(experiments, preset, seeds)) > len(found):
+        found = taught  # the next generation: its teachers are there now
+        _train_ready(found, preset, jobs)
+    if waiting := len(_pairs(experiments, seeds)) - len(found):
+        raise RuntimeError(f"{waiting} students wait for teachers that are not among what to train")
+    return found
+
+
+def _train_ready(
+    found: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int
+) -> None:  # fmt: skip
     # Runs of one directory share trajectories, so they take turns: the longest first, and the
     # others for what it lacks.
     waves: list[dict[Path, tuple[Experiment, config.Run]]] = []
@@ -64,7 +87,6 @@ def train(
         if missing:  # a short one fits in at the end, while a long one would run alone
             missing.sort(key=lambda pair: -estimate(pair[1])["flops"])
             _train_at_once(missing, preset, jobs)
-    return found
 
 
 def train_methods(
@@ -78,7 +100,8 @@ def train_methods(
 def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int) -> None:
     points: list[dict[str, Any]] = [
         {"preset": preset, "method": each.method, "seed": run.seed, "epochs": float(each.epochs),
-         "overrides": list(each.overrides), "share": share}
+         "overrides": list(each.overrides), "teachers": each.taught_by(preset, run.seed),
+         "teacher_k": each.k, "share": share}
         for each, run in wave
         for share in range(min(jobs, independent(run)))
     ]  # fmt: skip
@@ -202,7 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[0, 1, 2],
         help=f"default: 0 1 2; the first alone is trained for the parts {', '.join(ONE_SEED)}",
     )
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=list(PARTS),
+        help=f"of {', '.join(PARTS + STUDENTS)}; by default all but the last two",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--train", action="store_true", help="train what is missing")
     given = parser.parse_args(argv)
