@@ -14,6 +14,7 @@ from q0lib.study.tables import (
     mixtures,
     multipliers,
     store,
+    students,
     summary,
     tuning,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "mixtures",
     "multipliers",
     "store",
+    "students",
     "summary",
     "tuning",
 ]

@@ -13,6 +13,7 @@ WRITTEN_BY = {
     **dict.fromkeys(("reference", "reference_documents", "data_efficiency"), "05_data_efficiency"),
     **dict.fromkeys(("small_budgets", "splits"), "06_allocation"),
     **dict.fromkeys(("runs", "tuning", "summary"), "measured_study"),
+    **dict.fromkeys(("students", "student_documents", "student_tuning"), "08_student"),
     "epoch_multipliers": "04_epoch_efficiency",
 }
 

@@ -1,0 +1,120 @@
+"""What students of a population are worth, and what they cost: `students.csv`, and its kin.
+
+A student is charged for all that it took: its own training, its teachers' passes, and the training
+of whoever taught it, down to the first generation, each run once.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from q0lib import config, ensemble, population, prior
+from q0lib.model import forward_flops
+from q0lib.population import Population
+from q0lib.study import plan
+from q0lib.study.tables import intervals, mixtures
+
+KS = 1, 2, 4, 8, 16  # of a trajectory's snapshots, chosen greedily
+
+
+def tables(found: plan.Trained) -> dict[str, pd.DataFrame]:
+    """The worth of every population of the part "student", alone and mixed.
+
+    students: a row a (label, seed, budget, choice, K). A trajectory is read where it teaches and at
+    its end, by K members chosen greedily and by all of them ("learned", exact weights); students
+    and ensembles by their first K ("uniform"). Columns: label, generation (teachers between it and
+    the first), seed, epochs and flops (of its own training), total_epochs and total_flops (with
+    everyone who taught), choice, k, inference (FLOPs a token), validation, test, test_se, run,
+    commit.
+    student_documents: the test loss of each row by document, as `intervals.document_frame` has it;
+    method is "label, choice k", epochs the total.
+    """
+    held = {run.directory: population.load(run) for _, run in found}
+    rows: list[dict] = []
+    sums: dict[tuple, np.ndarray] = {}
+    for each, run in found:
+        whole = held[run.directory]
+        if not sums:
+            sums[intervals.TOKENS] = intervals.document_sizes(whole)
+        for part in _extents(each, whole, found):
+            epochs, flops = _spent(each, part.run, held)
+            for choice, k, weights in _mixtures(part):
+                nll = -ensemble.mixture_log_probs(weights, part.P["test"])
+                rows.append(
+                    {"label": each.label, "generation": _generation(each), "seed": run.seed,
+                     "epochs": part.run.epochs, "flops": part.flops, "total_epochs": epochs,
+                     "total_flops": flops, "choice": choice, "k": k,
+                     "inference": int((weights > 0).sum()) * forward_flops(run.model),
+                     "validation": ensemble.mixture_nll(weights, part.P["validation"]),
+                     "test": float(nll.mean()),
+                     "test_se": ensemble.standard_error(nll, part.documents["test"]),
+                     **mixtures.origin(whole)}
+                )  # fmt: skip
+                name = f"{each.label}, {choice} {k}"
+                sums[name, run.seed, epochs] = intervals.document_sums(part, weights)
+    return {"students": pd.DataFrame(rows), "student_documents": intervals.document_frame(sums)}
+
+
+def tuning(found: plan.Trained) -> pd.DataFrame:
+    """The trials that fixed the student's recipe, by validation loss.
+
+    Columns: label (what differs from the recipe), seed, epochs, validation, flops, run, commit.
+    """
+    rows = []
+    for each, run in found:
+        whole = population.load(run)
+        member = whole.members.iloc[-1]
+        rows.append({"label": each.label, "seed": run.seed, "epochs": run.epochs,
+                     "validation": member.validation_loss, "flops": whole.flops,
+                     **mixtures.origin(whole)})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _extents(each: plan.Experiment, whole: Population, found: plan.Trained) -> list[Population]:
+    """Of a trajectory its beginnings that teach, and all of it; of models their first N."""
+    run = whole.run
+    if run.cycles == 1:
+        return [whole.prefix(n, 1) for n in range(1, run.trajectories + 1)]
+    sizes = {
+        (part.trajectories, part.cycles)
+        for other, _ in found
+        for part in other.teachers
+        if part.of == each
+    }
+    return [whole.prefix(*size) for size in sorted(sizes | {(run.trajectories, run.cycles)})]
+
+
+def _mixtures(part: Population) -> Iterator[tuple[str, int, np.ndarray]]:
+    """How a population is read: choice, K, weights [M]."""
+    M = len(part)
+    if part.run.cycles == 1:
+        yield "uniform", M, np.full(M, 1 / M)
+        return
+    sizes = [k for k in KS if k < M]
+    for k, chosen in prior.select_path(part.P["fitness"], sizes).items():
+        yield "greedy", k, chosen.weights
+    yield "learned", M, part.fitted().weights
+
+
+def _spent(
+    each: plan.Experiment, run: config.Run, held: dict[Path, Population]
+) -> tuple[float, float]:
+    """Epochs and FLOPs of a run and of all who taught it, what they share counted once."""
+    extents: dict[Path, tuple[int, int]] = {}
+
+    def charge(one: plan.Experiment, directory: Path, trajectories: int, cycles: int) -> None:
+        before = extents.get(directory, (0, 0))
+        extents[directory] = max(before[0], trajectories), max(before[1], cycles)
+        for part in one.teachers:
+            theirs = part.run(run.preset, run.seed)
+            charge(part.of, theirs.directory, part.trajectories, part.cycles)
+
+    charge(each, run.directory, run.trajectories, run.cycles)
+    parts = [held[directory].prefix(*size) for directory, size in extents.items()]
+    return sum(part.run.epochs for part in parts), sum(part.flops for part in parts)
+
+
+def _generation(each: plan.Experiment) -> int:
+    return max((1 + _generation(part.of) for part in each.teachers), default=0)
