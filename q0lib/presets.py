@@ -127,6 +127,8 @@ def _family(methods: dict[str, Method]) -> dict[str, Method]:
             temperature=1.0,
             distill_after=0,
             weight_decay=0.3,
+            dropout=0.1,
+            packings=4,
         ),
         # The stronger baseline that the paper leaves out: each member distils the one before it.
         "distilled_ensemble": dataclasses.replace(

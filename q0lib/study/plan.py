@@ -302,6 +302,8 @@ def _student(extent: Extent, base: config.Preset) -> list[Experiment]:
             teachers.append(Part(found[label], *map(int, size.split("x"))))
         found[line["label"]] = Experiment(
             line.get("part", "student"), line["label"], method, line["epochs"],
-            (*fields, "runtime.keep_weights=true"), tuple(teachers), line.get("k", 0),
+            # Weights to teach with; and what teachers say is kept, since packings come again.
+            (*fields, "runtime.keep_weights=true", "runtime.cache_lessons=true"),
+            tuple(teachers), line.get("k", 0),
         )  # fmt: skip
     return list(found.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from q0lib import config, ensemble, population, prior
+from q0lib import config, efficiency, ensemble, population, prior
 from q0lib.model import forward_flops
 from q0lib.population import Population
 from q0lib.study import plan
@@ -24,12 +24,14 @@ def tables(found: plan.Trained) -> dict[str, pd.DataFrame]:
 
     students: a row a (label, seed, budget, choice, K). A trajectory is read where it teaches and at
     its end, by K members chosen greedily and by all of them ("learned", exact weights); students
-    and ensembles by their first K ("uniform"). Columns: label, generation (teachers between it and
+    and ensembles by their first K ("uniform"). Columns: method (what is before a comma in the
+    label, with choice and K unless it is one model), label, generation (teachers between it and
     the first), seed, epochs and flops (of its own training), total_epochs and total_flops (with
-    everyone who taught), choice, k, inference (FLOPs a token), validation, test, test_se, run,
-    commit.
+    everyone who taught), choice, k, inference (FLOPs a token), validation, test, test_se; of those
+    who are taught teacher_test and snapshot_test (what the mixture that teaches loses, and the
+    best of the teachers' members by fitness text); run, commit.
     student_documents: the test loss of each row by document, as `intervals.document_frame` has it;
-    method is "label, choice k", epochs the total.
+    epochs are the total.
     """
     held = {run.directory: population.load(run) for _, run in found}
     rows: list[dict] = []
@@ -40,20 +42,23 @@ def tables(found: plan.Trained) -> dict[str, pd.DataFrame]:
             sums[intervals.TOKENS] = intervals.document_sizes(whole)
         for part in _extents(each, whole, found):
             epochs, flops = _spent(each, part.run, held)
+            taught = _taught(each, run, held)
+            named = each.label.partition(",")[0]
             for choice, k, weights in _mixtures(part):
                 nll = -ensemble.mixture_log_probs(weights, part.P["test"])
+                method = named if (choice, k) == ("uniform", 1) else f"{named}, {choice} {k}"
                 rows.append(
-                    {"label": each.label, "generation": _generation(each), "seed": run.seed,
+                    {"method": method, "label": each.label, "generation": _generation(each),
+                     "seed": run.seed,
                      "epochs": part.run.epochs, "flops": part.flops, "total_epochs": epochs,
                      "total_flops": flops, "choice": choice, "k": k,
                      "inference": int((weights > 0).sum()) * forward_flops(run.model),
                      "validation": ensemble.mixture_nll(weights, part.P["validation"]),
                      "test": float(nll.mean()),
                      "test_se": ensemble.standard_error(nll, part.documents["test"]),
-                     **mixtures.origin(whole)}
+                     **taught, **mixtures.origin(whole)}
                 )  # fmt: skip
-                name = f"{each.label}, {choice} {k}"
-                sums[name, run.seed, epochs] = intervals.document_sums(part, weights)
+                sums[method, run.seed, epochs] = intervals.document_sums(part, weights)
     return {"students": pd.DataFrame(rows), "student_documents": intervals.document_frame(sums)}
 
 
@@ -114,6 +119,68 @@ def _spent(
     charge(each, run.directory, run.trajectories, run.cycles)
     parts = [held[directory].prefix(*size) for directory, size in extents.items()]
     return sum(part.run.epochs for part in parts), sum(part.flops for part in parts)
+
+
+def _taught(
+    each: plan.Experiment, run: config.Run, held: dict[Path, Population]
+) -> dict[str, float]:
+    """What the mixture that teaches a run loses on test, and the best of its members by fitness."""
+    if run.teaching is None:
+        return {}
+    parts = [part.run(run.preset, run.seed) for part in each.teachers]
+    members = [held[one.directory].prefix(one.trajectories, one.cycles) for one in parts]
+    rows = {
+        (part.run.key, row.trajectory, row.cycle): (part.P["test"][i], row)
+        for part in members
+        for i, row in enumerate(part.members.itertuples())
+    }
+    weights = np.array(run.teaching.weights)
+    P = np.stack([rows[member][0] for member in run.teaching.members])
+    best = min((row for _, row in rows.values()), key=lambda row: row.fitness_loss)
+    return {"teacher_test": ensemble.mixture_nll(weights / weights.sum(), P),
+            "snapshot_test": best.test_loss}  # fmt: skip
+
+
+def means(students: pd.DataFrame) -> pd.DataFrame:
+    """Mean over seeds, with its 95% interval (Student's t), of every line of a table of students.
+
+    Columns: method, label, choice, k, total_epochs, total_flops, inference, loss, low, high, seeds.
+    """
+    rows = []
+    what = ["method", "label", "choice", "k", "total_epochs"]
+    for names, block in students.groupby(what, sort=False):
+        mean, low, high = efficiency.interval(block.test.to_list())
+        rows.append({**dict(zip(what, names, strict=True)), "loss": mean, "low": low, "high": high,
+                     "total_flops": block.total_flops.mean(), "inference": block.inference.mean(),
+                     "seeds": len(block)})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def kept(students: pd.DataFrame) -> pd.DataFrame:
+    """The share of what mixing gains that one student keeps, by label, over seeds.
+
+    The gain is from the teachers' best member (by fitness text) to the mixture that teaches.
+    Columns: label, seeds, snapshot, teacher, student (means on test), share, low, high.
+    """
+    rows = []
+    alone = students[(students.k == 1) & students.teacher_test.notna()]
+    for label, block in alone[alone.choice == "uniform"].groupby("label", sort=False):
+        share = (block.snapshot_test - block.test) / (block.snapshot_test - block.teacher_test)
+        mean, low, high = efficiency.interval(share.to_list())
+        rows.append({"label": label, "seeds": len(block), "snapshot": block.snapshot_test.mean(),
+                     "teacher": block.teacher_test.mean(), "student": block.test.mean(),
+                     "share": mean, "low": low, "high": high})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def curves(students: pd.DataFrame) -> pd.DataFrame:
+    """A table of students as curves by all that was spent, as `epoch_efficiency.curves` has them.
+
+    Columns: seed, method, epochs, flops, k, choice, validation, loss.
+    """
+    named = {"total_epochs": "epochs", "total_flops": "flops", "test": "loss"}
+    columns = ["seed", "method", *named, "k", "choice", "validation"]
+    return students[columns].rename(columns=named)
 
 
 def _generation(each: plan.Experiment) -> int:
