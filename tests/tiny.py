@@ -22,9 +22,9 @@ def some_messages() -> Path:
     return path
 
 
-def tiny_study(seed: int = 0, *overrides: str) -> config.Preset:
-    """Preset quick, shrunk until a cycle takes a fraction of a second."""
-    small = [
+def tiny_overrides() -> list[str]:
+    """What shrinks preset quick until a cycle takes a fraction of a second."""
+    return [
         f"corpus.source={some_messages()}", "corpus.document_chars=300",
         "corpus.train_tokens=1200", "corpus.fitness_tokens=450", "corpus.validation_tokens=420",
         "corpus.test_tokens=400", "corpus.vocab_size=300", "model.vocab_size=300",
@@ -33,7 +33,11 @@ def tiny_study(seed: int = 0, *overrides: str) -> config.Preset:
         "q0.horizon=4", "ensemble.epochs_per_cycle=2", "distilled_ensemble.epochs_per_cycle=2",
         "study.epochs=4",
     ]  # fmt: skip
-    return presets.load("quick", seed=seed, overrides=[*small, *overrides])
+
+
+def tiny_study(seed: int = 0, *overrides: str) -> config.Preset:
+    """Preset quick, shrunk."""
+    return presets.load("quick", seed=seed, overrides=[*tiny_overrides(), *overrides])
 
 
 def with_runtime(run: config.Run, **changes: object) -> config.Run:

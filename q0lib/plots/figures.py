@@ -32,6 +32,8 @@ METHOD_COLORS = {
     "single": "#000000",
     "lowest_loss": "#E69F00",
     "q0_undistilled": "#E69F00",
+    "student": "#882255",
+    "student of students": "#332288",
     "reference": "#666666",
 }
 METHOD_LABELS = {

@@ -144,13 +144,15 @@ def _taught(
 def means(students: pd.DataFrame) -> pd.DataFrame:
     """Mean over seeds, with its 95% interval (Student's t), of every line of a table of students.
 
-    Columns: method, label, choice, k, total_epochs, total_flops, inference, loss, low, high, seeds.
+    Columns: method, label, generation, choice, k, total_epochs, validation, loss, low, high,
+    total_flops, inference, seeds.
     """
     rows = []
-    what = ["method", "label", "choice", "k", "total_epochs"]
+    what = ["method", "label", "generation", "choice", "k", "total_epochs"]
     for names, block in students.groupby(what, sort=False):
         mean, low, high = efficiency.interval(block.test.to_list())
-        rows.append({**dict(zip(what, names, strict=True)), "loss": mean, "low": low, "high": high,
+        rows.append({**dict(zip(what, names, strict=True)),
+                     "validation": block.validation.mean(), "loss": mean, "low": low, "high": high,
                      "total_flops": block.total_flops.mean(), "inference": block.inference.mean(),
                      "seeds": len(block)})  # fmt: skip
     return pd.DataFrame(rows)
