@@ -56,6 +56,30 @@ ELECTED = (
 
 TABLES = "study/tables/"
 MUTANTS = (
+    # --- students ---
+    Mutant("student: its teachers are chosen on test text", "student.py",
+           'np.asarray(one.P["fitness"])', 'np.asarray(one.P["test"])',
+           "test_student.py::test_the_greedy_choice_on_fitness_text_teaches"),
+    Mutant("student: teachers weigh all alike", "student.py",
+           "distill.Teacher(models, taught.weights, dtype)",
+           "distill.Teacher(models, None, dtype)",
+           "test_student.py::test_the_teacher_says_what_its_members_mixture_says"),
+    Mutant("student: teachers may have read what it is judged by", "student.py",
+           "for split in corpus.HELD_OUT:", "for split in ():",
+           "test_student.py::test_teachers_that_may_have_read_what_is_held_out_are_refused"),
+    Mutant("student: who teaches is no part of its key", "config.py",
+           'taught = {"teaching": self.teaching.decides} if self.teaching else {}', "taught = {}",
+           "test_student.py::test_who_teaches_decides_a_student_and_where_they_lie_does_not"),
+    Mutant("student: lessons are of the row before", "lessons.py",
+           "packing[start : start + taken]", "packing[start - 1 : start - 1 + taken]",
+           "test_student.py::test_what_is_kept_is_what_is_said"),
+    Mutant("student: a lesson read again is paid again", "lessons.py",
+           "return self.stream.packing(epoch) < epoch", "return False",
+           "test_student.py::test_costs_count_the_passes_of_every_teacher"),
+    Mutant("student: charged without those who taught its teachers", TABLES + "students.py",
+           "        for part in one.teachers:\n            theirs",
+           "        for part in one.teachers if one is each else ():\n            theirs",
+           "study/test_students.py::test_a_student_is_charged_for_everyone_who_taught"),
     # --- weights and choices that saw the wrong text ---
     Mutant("leak: worth fits weights on test", TABLES + "mixtures.py",
            '{"learned": part.fitted()', '{"learned": prior.fit_prior(P["test"])',
