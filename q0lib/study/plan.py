@@ -54,8 +54,10 @@ class Extent:
     recipe: tuple[str, ...]  # ... all trained like this, overrides
     recipes: tuple[str, ...] = ()  # ... and the last of them like this too, fields of `single`
     # Students, each after its teachers: label; method, epochs and fields (of the method, or with a
-    # dot); teachers, "label NxC" of the lines above; k of their members, 0 = all; its part.
+    # dot); teachers, "label NxC" of the lines above; k of their members, 0 = all.
     student: tuple[dict[str, Any], ...] = ()
+    # ... that fixed their recipe, or tell what it forgives: teachers, k, epochs, fields. One seed.
+    student_trials: tuple[tuple[str, int, float, str], ...] = ()
     # Where the last of the sizes is known to be the best, at every multiple of one seed: as far as
     # this one, beyond what any method is worth, other seeds train it alone. 0: not known.
     settled_to: int = 0
@@ -291,19 +293,27 @@ def _small(extent: Extent, base: config.Preset) -> list[Experiment]:
 
 
 def _student(extent: Extent, base: config.Preset) -> list[Experiment]:
-    """Populations that teach, with their weights, and whom they teach: generation by generation."""
+    """Populations that teach, with their weights, and whom they teach: generation by generation;
+    then the trials, labelled by what differs from the recipe, and by who teaches them."""
     found: dict[str, Experiment] = {}
+
+    def add(part: str, label: str, method: str, epochs: float, fields: str,
+            teachers: Sequence[str], k: int) -> None:  # fmt: skip
+        changed = [
+            each if "." in each.partition("=")[0] else f"{method}.{each}" for each in fields.split()
+        ]
+        parts = []
+        for name in teachers:
+            source, _, size = name.rpartition(" ")
+            parts.append(Part(found[source], *map(int, size.split("x"))))
+        # Weights to teach with; and what teachers say is kept, since packings come again.
+        changed += ["runtime.keep_weights=true", "runtime.cache_lessons=true"]
+        found[label] = Experiment(part, label, method, epochs, tuple(changed), tuple(parts), k)
+
     for line in extent.student:
-        method = line["method"]
-        fields = [each if "." in each else f"{method}.{each}" for each in line["fields"].split()]
-        teachers = []
-        for name in line["teachers"]:
-            label, _, size = name.rpartition(" ")
-            teachers.append(Part(found[label], *map(int, size.split("x"))))
-        found[line["label"]] = Experiment(
-            line.get("part", "student"), line["label"], method, line["epochs"],
-            # Weights to teach with; and what teachers say is kept, since packings come again.
-            (*fields, "runtime.keep_weights=true", "runtime.cache_lessons=true"),
-            tuple(teachers), line.get("k", 0),
-        )  # fmt: skip
+        add("student", **{"k": 0, **line})
+    for name, k, epochs, fields in extent.student_trials:
+        members = f"{k} of" if k else "all of"
+        add("student_tuning", f"{fields or 'the recipe'}; {epochs:g} epochs, {members} {name}",
+            "student", epochs, fields, [name], k)  # fmt: skip
     return list(found.values())
