@@ -145,11 +145,13 @@ def test_notebooks_call_what_the_library_has(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["study", "study.runs", "study.prior_variations", "sweeps", "sweeps.refresh", "bench"],
+    ["", "study", "study.runs", "study.prior_variations", "sweeps", "sweeps.refresh", "bench"],
 )
 def test_help_exits_at_once(module):
     result = subprocess.run(
-        [sys.executable, "-m", f"q0lib.{module}", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", f"q0lib.{module}".rstrip("."), "--help"],
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0
     assert "usage: python -m q0lib" in result.stdout
