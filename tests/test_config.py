@@ -175,5 +175,5 @@ def test_a_larger_vocabulary_takes_the_model_along_unless_that_is_given():
 
     assert sizes() == (50_257, 50_304)
     assert sizes("corpus.vocab_size=32768") == (32_768, 50_304)
-    assert sizes("corpus.vocab_size=60000", "model.width=256") == (60_000, 60_000)
+    assert sizes("corpus.vocab_size=60000", "model.layers=2") == (60_000, 60_000)
     assert sizes("corpus.vocab_size=60000", "model.vocab_size=61440") == (60_000, 61_440)
