@@ -27,6 +27,8 @@ MODULES = {  # dotted name: path; a folder's own module has the folder's name
 ARROWS = {
     "": {""},
     "plots": {"", "plots"},
+    "own_text": {"", "plots", "own_text"},
+    "__main__": {"", "own_text"},  # the commands' door, which leads everywhere
     "sweeps": {"", "sweeps"},
     "study": {"", "plots", "sweeps", "study"},
 }
@@ -70,7 +72,7 @@ def q0_imports(path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The folder of a module: "" for the method, else plots, sweeps or study."""
+    """The room of a module: "" for the method, else the folder (or the door) that it is in."""
     inside = module.removeprefix("q0lib").strip(".").partition(".")[0]
     return inside if inside in ARROWS else ""
 

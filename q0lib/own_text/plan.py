@@ -8,6 +8,7 @@ was once planned is read, and only another request, or `anew`, plans again.
 import dataclasses
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,10 @@ def count(asked: Asked) -> tuple[int, int]:
         ValueError: too few of them.
     """
     documents = characters = 0
-    for document in corpus.documents_of(_corpus(asked, 257)):
-        documents, characters = documents + 1, characters + len(document)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again when the text is tokenised
+        for document in corpus.documents_of(_corpus(asked, 257)):
+            documents, characters = documents + 1, characters + len(document)
     _check_size(asked.source, round(characters / CHARS), documents)
     return documents, characters
 

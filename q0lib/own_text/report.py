@@ -5,40 +5,35 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from q0lib import files
 from q0lib.own_text import plan, work
 from q0lib.own_text.work import Trained
 from q0lib.plots import figures
+from q0lib.plots.labels import say
 
 FIGURE = "losses"
+GREEN = "#009E73"  # of Okabe and Ito's palette
 
 
-def draw(losses: pd.DataFrame) -> Figure:
+def draw(ax: Axes, losses: pd.DataFrame) -> None:
     """Test loss by K, with the student and the single model as lines; `work.losses`."""
-    with rc_context():
-        figures.style()
-        fig = Figure(figsize=(figures.COLUMN + 1, 2.8))
-        ax = fig.subplots()
-        snapshots = losses[losses.model.isin(["best snapshot", "snapshots"])]
-        blue = figures.METHOD_COLORS["q0"]
-        ax.errorbar(snapshots.k, snapshots.test, color=blue, marker="o", ms=3, lw=1)
-        lines = {"student": ("#009E73", -9), "single model": ("#000000", 4)}
-        for model, (color, shift) in lines.items():
-            for loss in losses[losses.model == model].test:
-                ax.axhline(loss, color=color, lw=1)
-                said = "student, one pass" if model == "student" else model
-                ax.annotate(said, (1, loss), (-3, shift), xycoords=("axes fraction", "data"),
-                            textcoords="offset points", ha="right", color=color, fontsize=7)  # fmt: skip
-        last = snapshots.iloc[-1]
-        ax.annotate("snapshots of q0", (last.k, last.test), (0, 5), textcoords="offset points",
-                    ha="right", color=blue, fontsize=7)  # fmt: skip
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(snapshots.k, [str(k) for k in snapshots.k])
-        ax.margins(y=0.15)
-        ax.set(xlabel="Models run, K", ylabel="Test loss (nats per token)")
-    return fig
+    snapshots = losses[losses.model.isin(["best snapshot", "snapshots"])]
+    blue, black = figures.METHOD_COLORS["q0"], figures.METHOD_COLORS["single"]
+    ax.plot(snapshots.k, snapshots.test, color=blue, marker="o", ms=3)
+    first = snapshots.iloc[0]
+    say(ax, "snapshots of q0", (first.k, first.test), blue, (6, 0))
+    for model, color, shift in (("student", GREEN, -7), ("single model", black, 7)):
+        for loss in losses[losses.model == model].test:
+            ax.axhline(loss, color=color)
+            at = ax.get_yaxis_transform()
+            say(ax, f"{model}, one pass", (1, loss), color, (-3, shift), ha="right", xycoords=at)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(snapshots.k, [str(k) for k in snapshots.k])
+    ax.margins(y=0.15)
+    ax.set(xlabel="Models run, K", ylabel="Test loss (nats per token)")
 
 
 def write(trained: Trained, out: Path, samples: Sequence[tuple[str, str]]) -> str:
@@ -49,7 +44,9 @@ def write(trained: Trained, out: Path, samples: Sequence[tuple[str, str]]) -> st
     losses = work.losses(trained)
     with rc_context():
         figures.style()
-        figures.save(draw(losses), out / FIGURE)
+        fig = Figure(figsize=(4.4, 2.8))
+        draw(fig.subplots(), losses)
+        figures.save(fig, out / FIGURE)
     text = "\n".join(_lines(trained, losses, out, samples)) + "\n"
     files.write_text(out / "report.md", text)
     return text

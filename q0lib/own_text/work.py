@@ -62,7 +62,7 @@ def do(plan: Plan, *, progress: bool = True) -> Trained:
 
 
 def _tuned(study: config.Preset, epochs: int, text: corpus.Text, progress: bool) -> pd.DataFrame:
-    """Trials of q0: factors on matrix_lr and weight_decay, and the validation loss of the mixture."""
+    """Trials of q0: factors on matrix_lr and weight_decay, the mixture's loss on validation."""
     rows = []
     for rate, decay in ((1.0, 1.0), *proposal.TRIALS):
         run = proposal.trial(study, epochs, rate, decay)
