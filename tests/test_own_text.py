@@ -176,7 +176,7 @@ def tiny(monkeypatch, tmp_path):
         0, "corpus.train_tokens=2400", "model.layers=3", "ensemble.epochs_per_cycle=4"
     )
     monkeypatch.setattr(proposal, "_ladder", lambda: (low, high))
-    monkeypatch.setattr(proposal, "RECIPES", ((8, 2), (12, 6)))
+    monkeypatch.setattr(proposal, "RECIPES", ((4, 2), (8, 6)))
     monkeypatch.setattr(proposal, "SHORTEST", 32)
     monkeypatch.setattr(proposal, "TOKENS_PER_MEMBER", 1)
     monkeypatch.setattr(plan, "measure", lambda study, machine, threads: (machine, SPEED))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from tqdm import tqdm
 
 from q0lib import bench, config, corpus, files, provenance, runtime
 from q0lib.corpus import HELD_OUT
@@ -186,7 +187,8 @@ def count(asked: Asked) -> tuple[int, int]:
     documents = characters = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again when the text is tokenised
-        for document in corpus.documents_of(_corpus(asked, 257)):
+        found = corpus.documents_of(_corpus(asked, 257))
+        for document in tqdm(found, desc="reading", unit="document", leave=False):
             documents, characters = documents + 1, characters + len(document)
     _check_size(asked.source, round(characters / CHARS), documents)
     return documents, characters
@@ -270,7 +272,7 @@ def measure(
     if machine.device != "cpu":
         counts = {0}
     found = {}
-    for number in sorted(counts):
+    for number in tqdm(sorted(counts), desc="measuring the speed", unit="setting", leave=False):
         with runtime.threads(number):
             (_, _, training), (_, _, taught), (_, _, scored) = bench.training(study, seconds)
         found[number] = Speed(training, taught, scored)

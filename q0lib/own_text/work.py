@@ -11,7 +11,7 @@ import pandas as pd
 
 from q0lib import config, corpus, ensemble, population, prior, student, train
 from q0lib.own_text import proposal
-from q0lib.own_text.plan import Plan
+from q0lib.own_text.plan import Plan, duration
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,30 @@ def do(plan: Plan, *, progress: bool = True) -> Trained:
         FloatingPointError: a loss is no longer finite.
     """
     one = plan.proposal
+    stages = iter(one.stages)
+
+    def say() -> None:
+        if progress:
+            stage = next(stages)
+            print(f"{stage.name}: {stage.epochs:g} epochs, foretold {duration(stage.seconds)}")
+
     text = corpus.load(one.study.corpus)
     study, trials = one.study, pd.DataFrame()
     if one.trial_epochs:
+        say()
         trials = _tuned(study, one.trial_epochs, text, progress)
         best = trials.validation.idxmin()
         study = proposal.tuned(study, trials.rate[best], trials.decay[best])
+    say()
     q0 = train.train_population(study.run("q0", one.epochs), text, progress=progress)
     chosen = prior.select(q0.P["fitness"], one.k)
     q0.keep_mixture(chosen)
     single = None
     if one.single_epochs:
+        say()
         run = study.run("single", one.single_epochs)
         single = train.train_population(run, text, progress=progress)
+    say()
     taught = student.teaching(q0, one.k)
     run = study.run("student", one.student_epochs, taught)
     pupil = train.train_population(run, text, progress=progress)
