@@ -171,9 +171,13 @@ def test_a_trial_of_the_proposal_itself_is_the_beginning_of_its_population():
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Scales of the tiny study, and folders of this test's own."""
-    low = tiny_study()
+    low = tiny_study(0, "corpus.test_tokens=1600")
     high = tiny_study(
-        0, "corpus.train_tokens=2400", "model.layers=3", "ensemble.epochs_per_cycle=4"
+        0,
+        "corpus.train_tokens=2400",
+        "corpus.test_tokens=1600",
+        "model.layers=3",
+        "ensemble.epochs_per_cycle=4",
     )
     monkeypatch.setattr(proposal, "_ladder", lambda: (low, high))
     monkeypatch.setattr(proposal, "RECIPES", ((4, 2), (8, 6)))
@@ -337,6 +341,17 @@ def test_losses_are_those_of_the_test_text_with_errors_paired_by_token():
     assert without.difference[0] == 0
 
 
+def test_of_a_single_test_document_no_error_is_known_and_none_is_told():
+    trained = some_trained()
+    for one in (trained.q0, trained.single, trained.student):
+        one.documents["test"] = np.zeros_like(one.documents["test"])
+    losses = work.losses(trained)
+    assert losses.se.isna().all()
+    assert losses.difference_se.isna().all()
+    assert np.isfinite(losses.difference).all()
+    assert "nan" not in report.summary(losses)
+
+
 def test_the_summary_says_which_is_lower_and_how_much_of_the_mixtures_gain_is_kept():
     rows = [
         ("single model", 1, 4.6, 0.03, 0.0, 0.0), ("best snapshot", 1, 4.5, 0.03, -0.1, 0.01),
@@ -344,10 +359,10 @@ def test_the_summary_says_which_is_lower_and_how_much_of_the_mixtures_gain_is_ke
     ]  # fmt: skip
     columns = ["model", "k", "test", "se", "difference", "difference_se"]
     said = report.summary(pd.DataFrame(rows, columns=columns))
-    assert "4.350 nats per token, 0.250 (± 0.020) below the single model (4.600)" in said
+    assert "4.350 nats per token, 0.250 ± 0.020 below the single model (4.600)" in said
     assert "keeps 75% of what mixing gains" in said
     assert said.endswith("The lowest loss is that of 8 snapshots.")
     worse = [*rows[:3], ("student", 1, 4.7, 0.03, 0.1, 0.02)]
     said = report.summary(pd.DataFrame(worse, columns=columns))
-    assert "0.100 (± 0.020) above the single model" in said
+    assert "0.100 ± 0.020 above the single model" in said
     assert "keeps" not in said

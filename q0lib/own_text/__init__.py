@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="H",
-        help="time to spend (default 1: enough for a full study of 100,000 tokens on one core, "
-        "and an evening's wait at most for a mistake); more epochs, or of a large text more of it",
+        help="time to spend (default 1: on one CPU core 100,000 training tokens in full, of larger "
+        "texts some 140,000); more of it is more of a large text, and then more epochs",
     )
     add("--dry-run", action="store_true", help="print the plan, and stop")
     add("--anew", action="store_true", help="plan again where another plan is kept")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -56,8 +57,8 @@ def _lines(
     trained: Trained, losses: pd.DataFrame, out: Path, samples: Sequence[tuple[str, str]]
 ) -> list[str]:
     table = losses.assign(
-        test=[f"{row.test:.3f} ± {row.se:.3f}" for row in losses.itertuples()],
-        difference=[f"{row.difference:+.3f} ± {row.difference_se:.3f}"
+        test=[f"{row.test:.3f}{_error(row.se)}" for row in losses.itertuples()],
+        difference=[f"{row.difference:+.3f}{_error(row.difference_se)}"
                     for row in losses.itertuples()],
     )  # fmt: skip
     reference = losses.model[0]
@@ -80,8 +81,8 @@ def _lines(
         *_markdown(table[list(named)].rename(columns=named)),
         "",
         "Nats per token on text that trained and chose nothing; ± one standard error, by "
-        "documents. Snapshots were chosen greedily, and weighed, on fitness text. One seed: the "
-        "error of another start is not in it.",
+        "documents (unknown if the text is a single one). Snapshots were chosen greedily, and "
+        "weighed, on fitness text. One seed: the error of another start is not in it.",
         "",
         f"![Test loss by K]({FIGURE}.png)",
         "",
@@ -127,7 +128,12 @@ def summary(losses: pd.DataFrame) -> str:
 
 def _than(row: pd.Series) -> str:
     side = "below" if row.difference < 0 else "above"
-    return f"{abs(row.difference):.3f} (± {row.difference_se:.3f}) {side}"
+    return f"{abs(row.difference):.3f}{_error(row.difference_se)} {side}"
+
+
+def _error(se: float) -> str:
+    """An error behind its number; nothing where it is not known."""
+    return "" if np.isnan(se) else f" ± {se:.3f}"
 
 
 def _named(row: pd.Series) -> str:

@@ -88,7 +88,8 @@ def losses(trained: Trained) -> pd.DataFrame:
     """Test loss of every way to use what was trained, in nats per token.
 
     Columns: model, k (its forward passes), test, se (by documents); difference and difference_se
-    to the single model, or without one to the best snapshot (paired by token).
+    to the single model, or without one to the best snapshot (paired by token). Errors are NaN where
+    the test text is one document.
     """
     q0, rows = trained.q0, {}
     if trained.single is not None:
@@ -99,11 +100,12 @@ def losses(trained: Trained) -> pd.DataFrame:
         rows["snapshots", k] = _nll(q0, selection.weights)
     rows["student", 1] = _nll(trained.student)
     documents, reference = q0.documents["test"], next(iter(rows.values()))
-    table = [
-        (model, k, nll.mean(), ensemble.standard_error(nll, documents),
-         *ensemble.paired_difference(nll, reference, documents))
-        for (model, k), nll in rows.items()
-    ]  # fmt: skip
+
+    def mean(nll: np.ndarray) -> tuple[float, float]:
+        one = len(np.unique(documents)) == 1
+        return float(nll.mean()), np.nan if one else ensemble.standard_error(nll, documents)
+
+    table = [(*name, *mean(nll), *mean(nll - reference)) for name, nll in rows.items()]
     return pd.DataFrame(table, columns=["model", "k", "test", "se", "difference", "difference_se"])
 
 
