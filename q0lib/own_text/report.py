@@ -25,12 +25,17 @@ def draw(ax: Axes, losses: pd.DataFrame) -> None:
     blue, black = figures.METHOD_COLORS["q0"], figures.METHOD_COLORS["single"]
     ax.plot(snapshots.k, snapshots.test, color=blue, marker="o", ms=3)
     first = snapshots.iloc[0]
-    say(ax, "snapshots of q0", (first.k, first.test), blue, (6, 0))
-    for model, color, shift in (("student", GREEN, -7), ("single model", black, 7)):
+    say(ax, "snapshots of q0", (first.k, first.test), blue, (8, 5))
+    # Where the curve is not: high on the left, low on the right.
+    for model, color, x, shift in (
+        ("student", GREEN, 0, (3, -7)),
+        ("single model", black, 1, (-3, 7)),
+    ):
         for loss in losses[losses.model == model].test:
             ax.axhline(loss, color=color)
             at = ax.get_yaxis_transform()
-            say(ax, f"{model}, one pass", (1, loss), color, (-3, shift), ha="right", xycoords=at)
+            side = "right" if x else "left"
+            say(ax, f"{model}, one pass", (x, loss), color, shift, ha=side, xycoords=at)
     ax.set_xscale("log", base=2)
     ax.set_xticks(snapshots.k, [str(k) for k in snapshots.k])
     ax.margins(y=0.15)
