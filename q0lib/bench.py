@@ -34,7 +34,7 @@ from q0lib import (
     train,
     trajectory,
 )
-from q0lib.model import attention, causal_mask, forward_flops
+from q0lib.model import GPT, Cache, attention, causal_mask, forward_flops
 
 
 def best_seconds(work: Callable[[], object], budget: float) -> float:
@@ -157,6 +157,26 @@ def choices(model: config.Model, batch_tokens: int, seconds: float) -> list[tupl
     return [(name, 1e3 * best_seconds(work, seconds)) for name, work in works.items()]
 
 
+def generating(model: config.Model, seconds: float) -> list[tuple[str, float]]:
+    """(what, tokens/s) of a token at the end of a full context: read on, and all read anew."""
+    net = GPT(model).initialise(torch.Generator().manual_seed(0)).eval()
+    tokens = torch.randint(model.vocab_size, (1, model.context))
+    cache = Cache(model.context)
+
+    def read_on() -> None:
+        cache.length = model.context - 1
+        net.logits(tokens[:, -1:], cache=cache)
+
+    with torch.no_grad():
+        net.logits(tokens[:, :-1], cache=cache)
+        works = {
+            "keys and values kept": read_on,
+            "all read anew": lambda: net.logits(tokens, last=1),
+            "... with the logits of all": lambda: net.logits(tokens),
+        }
+        return [(name, 1 / best_seconds(work, seconds)) for name, work in works.items()]
+
+
 def priors(sizes: Sequence[int], tokens: int) -> list[tuple[int, str, float, float]]:
     """(members, fit, seconds, gap in nats) of the exact fit and the paper's, on one population.
 
@@ -231,6 +251,9 @@ def report(study: config.Preset, seconds: float) -> None:
         batch = study.methods["q0"].batch_tokens
         for name, milliseconds in choices(study.model, batch, seconds / 4):
             print(f"  {name:<42}{milliseconds:>8.2f} ms")
+    print(f"\ngenerating, at the end of {study.model.context} tokens")
+    for name, tokens in generating(study.model, seconds / 4):
+        print(f"  {name:<42}{tokens:>8,.0f} tokens/s")
     print("\nprior, 132,000 fitness tokens")
     for members, method, took, gap in priors((32, 128, 480), 132_000):
         print(f"  {members:>4} members  {method:<6}{took:>8.2f} s   gap {gap:.0e} nats")

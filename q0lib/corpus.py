@@ -289,7 +289,7 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
         ) as bar:
             if corpus.streamed:
                 documents = _first_copies(documents_of(corpus), copies)
-                stream = _encoded(documents, tokenizer, about["dtype"])
+                stream = encoded(documents, tokenizer, about["dtype"])
                 about["pools"] = {  # each takes up where the one before it stopped
                     name: _write_pool(temporary, name, stream, bar, budgets[name])
                     for name in _STREAM_ORDER
@@ -297,7 +297,7 @@ def _prepare(corpus: config.Corpus, folder: Path) -> None:
             else:
                 about["pools"] = {
                     name: _write_pool(
-                        temporary, name, _encoded(pools[name], tokenizer, about["dtype"]), bar
+                        temporary, name, encoded(pools[name], tokenizer, about["dtype"]), bar
                     )
                     for name in SPLITS
                 }
@@ -364,7 +364,7 @@ def _shuffled_pools(corpus: config.Corpus, copies: Counter[bytes]) -> dict[str, 
     return pools
 
 
-def _encoded(
+def encoded(
     documents: Iterable[str], tokenizer: tokenizers.Tokenizer, dtype: str
 ) -> Iterator[tuple[np.ndarray, int]]:
     """The tokens of each document behind an end-of-text token, and the bytes of its text.

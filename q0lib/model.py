@@ -6,7 +6,7 @@ precision is an argument of the forward pass, and the same on every device.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,37 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
+def attention_onto(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """The same where q [B, H, T, D] are the last of as many positions as k, v [B, H, S, D] have."""
+    new, seen = q.size(2), k.size(2)
+    if new == seen:
+        return attention(q, k, v, window)
+    if new == 1:
+        return F.scaled_dot_product_attention(q, k[:, :, -window:], v[:, :, -window:])
+    mask = causal_mask(seen, window, q.dtype, q.device)[-new:]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class Cache:
+    """What one model has read of B sequences: keys and values [B, H, context, D] of every layer
+    pass, filled up to `length`."""
+
+    def __init__(self, context: int) -> None:
+        self.context, self.length = context, 0
+        self._passes: list[tuple[Tensor, Tensor]] = []
+
+    def extended(self, at: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of pass `at`, the new ones k, v [B, H, T, D] among them."""
+        if at == len(self._passes):
+            shape = (*k.shape[:2], self.context, k.size(3))
+            self._passes.append((k.new_empty(shape), v.new_empty(shape)))
+        end = self.length + k.size(2)
+        for held, new in zip(self._passes[at], (k, v), strict=True):
+            held[:, :, self.length : end] = new
+        keys, values = self._passes[at]
+        return keys[:, :, :end], values[:, :, :end]
+
+
 class _CpuAttention(torch.autograd.Function):
     """Attention by batched products over q, k, v [N, T, D], in two blocks of queries.
 
@@ -106,6 +137,10 @@ def _query_blocks(context: int) -> tuple[tuple[int, int], ...]:
     return (0, context // 2), (context // 2, context)
 
 
+# Takes the keys and values of new tokens, gives those of all that were read.
+Extended = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Block(nn.Module):
     """Attention and a SwiGLU, each normalised before and dropped out after."""
 
@@ -131,13 +166,19 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor],
         window: int,
         drop: float,
+        extended: Extended | None = None,
     ) -> Tensor:
-        x = x + self._dropped(self.attend(norm(x), values, rope, window), drop)
+        x = x + self._dropped(self.attend(norm(x), values, rope, window, extended), drop)
         y = norm(x)
         return x + self._dropped(self.down(F.silu(self.gate(y)) * self.up(y)), drop)
 
     def attend(
-        self, x: Tensor, values: Tensor | None, rope: tuple[Tensor, Tensor], window: int
+        self,
+        x: Tensor,
+        values: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        window: int,
+        extended: Extended | None = None,
     ) -> Tensor:
         # One product for the three, though each is a parameter (and a Muon matrix) of its own.
         weight = torch.cat((self.query.weight, self.key.weight, self.value.weight))
@@ -148,7 +189,10 @@ class Block(nn.Module):
             v = v + gate.unsqueeze(-1) * values.unflatten(-1, (self.heads, -1))
         qk = norm(rotate(qkv[..., : 2 * self.heads, :], *rope))
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
-        y = attention(q, k, v.transpose(1, 2), window).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if extended is not None:
+            k, v = extended(k, v)
+        y = attention_onto(q, k, v, window).transpose(1, 2)
         if self.head_gate is not None:
             gate = self.head_gate(x[..., : self.head_gate.in_features]).sigmoid()
             y = y * gate.unsqueeze(-1)
@@ -205,14 +249,27 @@ class GPT(nn.Module):
 
     def forward(
         self, tokens: Tensor, dtype: torch.dtype = torch.float32, drop: float = 0.0,
-        looped: bool = True,
+        looped: bool = True, cache: Cache | None = None,
     ) -> Tensor:  # fmt: skip
-        """Final hidden states [B, T, width] in `dtype`; layers loop only when `looped`."""
+        """Final hidden states [B, T, width] in `dtype`; layers loop only when `looped`.
+
+        With a `cache` the tokens follow those that it holds, and it then holds them too.
+
+        Raises:
+            ValueError: they do not fit into it.
+        """
         model = self.config
-        rope = self._rope(tokens.size(1), dtype, tokens.device)
+        if cache is None:
+            rope = self._rope(tokens.size(1), dtype, tokens.device)
+        else:
+            new = slice(cache.length, cache.length + tokens.size(1))
+            if new.stop > cache.context:
+                raise ValueError(f"a cache of {cache.context} tokens cannot hold {new.stop}")
+            cos, sin = self._rope(cache.context, dtype, tokens.device)
+            rope = cos[new], sin[new]
         x = start = norm(self.embedding(tokens).to(dtype))
         kept: dict[int, Tensor] = {}
-        for layer in self.passes if looped else range(model.layers):
+        for at, layer in enumerate(self.passes if looped else range(model.layers)):
             mirror = model.layers - 1 - layer
             if model.unet_skips and mirror in kept and layer > mirror:
                 x = x + self.skip_scale[mirror].to(dtype) * kept[mirror]
@@ -221,16 +278,24 @@ class GPT(nn.Module):
                 x = x + self.input_scale[layer].to(dtype) * start
             project = str(layer) in self.value_projections
             values = self.value_projections[str(layer)](start) if project else None
-            x = self.blocks[layer](x, values, rope, window_size(model, layer), drop)
+            extended = None if cache is None else functools.partial(cache.extended, at)
+            x = self.blocks[layer](x, values, rope, window_size(model, layer), drop, extended)
             kept[layer] = x
+        if cache is not None:
+            cache.length += tokens.size(1)
         return norm(x)
 
-    def logits(self, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def logits(
+        self, tokens: Tensor, dtype: torch.dtype = torch.float32, cache: Cache | None = None,
+        last: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Next-token logits, soft-capped, fp32 [B, T, V]; their softmax is what the model says.
 
-        Whole logits are for reading and generating; the losses in `distill` never hold them.
+        Of the `last` so many tokens (0: of all); see `forward` for `cache`. Whole logits are for
+        reading and generating; the losses in `distill` never hold them.
         """
-        logits, cap = self.head(self(tokens, dtype)).float(), self.config.softcap
+        hidden = self(tokens, dtype, cache=cache)[:, -last:]
+        logits, cap = self.head(hidden).float(), self.config.softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def forward_next(self, hidden: Tensor, following: Tensor, drop: float = 0.0) -> Tensor:
@@ -248,6 +313,25 @@ class GPT(nn.Module):
         self, context: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         return rope_tables(context, self.config.width // self.config.heads, dtype, device)
+
+
+def mixed_logits(
+    models: Sequence[GPT], weights: Sequence[float], tokens: Tensor,
+    caches: Sequence[Cache] | None = None, last: int = 0,
+) -> Tensor:  # fmt: skip
+    """log sum_i w_i p_i of the next token, fp32 [B, T, V]; a single model's logits as they are.
+
+    `caches` (one a model) and `last` as in `GPT.logits`.
+    """
+    mixed: Tensor | None = None
+    for i, (model, weight) in enumerate(zip(models, weights, strict=True)):
+        logits = model.logits(tokens, cache=caches[i] if caches else None, last=last)
+        if len(models) == 1:
+            return logits
+        said = logits.log_softmax(-1) + math.log(weight)
+        mixed = said if mixed is None else torch.logaddexp(mixed, said)
+    assert mixed is not None, "a mixture has members"
+    return mixed
 
 
 @functools.lru_cache(maxsize=8)

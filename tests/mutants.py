@@ -49,6 +49,7 @@ CERTIFICATE = "test_prior.py::test_certificate_bounds_what_any_weights_can_gain"
 FROZEN = "test_distill.py::test_teacher_is_an_independent_frozen_copy"
 CLUSTERED = "test_ensemble.py::test_the_error_counts_documents_not_tokens"
 COUNTED = "test_trajectory.py::test_distillation_starts_when_it_should_and_is_counted"
+READ_ON = "test_generate.py::test_reading_on_gives_what_reading_anew_gives"
 ELECTED = (
     "study/tables/test_epoch_efficiency.py"
     "::test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_test"
@@ -258,6 +259,31 @@ MUTANTS = (
            'mixture_log_probs(weights, one.P["fitness"])', REPORTED),
     Mutant("own text: a larger vocabulary leaves the model behind", "presets.py",
            'changes["model"] = dataclasses.replace(model, vocab_size=words)', "pass", FOLLOWS),
+    # --- text and scores ---
+    Mutant("cache: new tokens stand at the start", "model.py",
+           "rope = cos[new], sin[new]",
+           "rope = cos[: tokens.size(1)], sin[: tokens.size(1)]", READ_ON),
+    Mutant("cache: a single token sees beyond its window", "model.py",
+           "k[:, :, -window:], v[:, :, -window:]", "k, v", READ_ON),
+    Mutant("cache: passes of a looped layer share their keys", "model.py",
+           "functools.partial(cache.extended, at)", "functools.partial(cache.extended, layer)",
+           READ_ON),
+    Mutant("mixture: its logits are those of the members, mixed", "model.py",
+           "said = logits.log_softmax(-1) + math.log(weight)", "said = logits + math.log(weight)",
+           "test_generate.py"
+           "::test_a_mixture_of_one_is_the_member_and_of_several_their_probabilities"),
+    Mutant("generate: members are drawn alike", "language_model.py",
+           "torch.multinomial(shares, 1,", "torch.multinomial(torch.ones_like(shares), 1,",
+           "test_generate.py::test_tokens_are_drawn_as_the_mixture_says"),
+    Mutant("score: a window forgets the token before it", "language_model.py",
+           "range(0, len(document) - 1, self.context)", "range(0, len(document), self.context + 1)",
+           "test_generate.py::test_a_loss_is_that_of_evaluation_on_the_same_tokens"),
+    Mutant("export: members keep another's weight", "export.py",
+           "[float(weights[member]) for member in members]", "sorted(weights[members].tolist())",
+           "test_export.py::test_a_folder_holds_the_mixture_and_says_where_it_came_from"),
+    Mutant("export: transformers sees the last token alone", "for_transformers/modeling_q0.py",
+           '{"input_ids": input_ids[:, start:],', '{"input_ids": input_ids[:, -1:],',
+           "test_export.py::test_transformers_loads_it_where_q0lib_is_not"),
 )  # fmt: skip
 
 

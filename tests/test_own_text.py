@@ -236,6 +236,15 @@ def test_a_text_that_is_too_small_is_refused_before_anything_is_written(tiny, ca
     assert own_text.main([str(path), "--hours", "0"]) == 2
 
 
+def test_a_folder_of_something_else_is_refused_before_anything_is_done(tiny, capsys):
+    out = tiny / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert own_text.main([str(some_messages()), "--out", str(out)]) == 2
+    assert "out is there and is no exported model" in capsys.readouterr().err
+    assert not (tiny / "cache").exists()
+
+
 def test_a_machine_is_used_with_as_many_threads_as_are_fastest(monkeypatch):
     now = []
 
@@ -282,7 +291,7 @@ def test_one_command_ends_in_a_model_and_a_report_and_again_trains_nothing(
     assert stages == ["q0"] * 5 + ["single"], "four trials, the population, the single model"
     assert own_text.main(given) == 2, "another request"
     assert own_text.main([*given, "--tune"]) == 0
-    kept = plan.read(out / "plan.json")
+    kept = plan.read(plan.place(out))
     trained = work.do(kept, progress=False)
     told = (out / "report.md").read_text()
     losses = work.losses(trained)

@@ -28,7 +28,6 @@ ARROWS = {
     "": {""},
     "plots": {"", "plots"},
     "own_text": {"", "plots", "own_text"},
-    "__main__": {"", "own_text"},  # the commands' door, which leads everywhere
     "sweeps": {"", "sweeps"},
     "study": {"", "plots", "sweeps", "study"},
 }
@@ -72,7 +71,7 @@ def q0_imports(path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The room of a module: "" for the method, else the folder (or the door) that it is in."""
+    """The folder of a module: "" for the method, else own_text, plots, sweeps or study."""
     inside = module.removeprefix("q0lib").strip(".").partition(".")[0]
     return inside if inside in ARROWS else ""
 
@@ -147,11 +146,13 @@ def test_notebooks_call_what_the_library_has(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["study", "study.runs", "study.prior_variations", "sweeps", "sweeps.refresh", "bench"],
+    ["", "study", "study.runs", "study.prior_variations", "sweeps", "sweeps.refresh", "bench"],
 )
 def test_help_exits_at_once(module):
     result = subprocess.run(
-        [sys.executable, "-m", f"q0lib.{module}", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", f"q0lib.{module}".rstrip("."), "--help"],
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0
     assert "usage: python -m q0lib" in result.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from q0lib import command
+from q0lib import command, export, language_model
 from q0lib.own_text import plan, report, work
 from q0lib.own_text.plan import Asked
 
@@ -87,13 +87,9 @@ def said(table: pd.DataFrame) -> str:
 
 def finish(trained: work.Trained, out: Path) -> str:
     """Export the student, let it speak, and write the report; returns the report."""
-    import q0lib
-    from q0lib import export
-
     losses = work.losses(trained)
     export.write(out, trained.student, notes=report.summary(losses))
-    plan.keep(trained.plan, out)
-    model = q0lib.load(out)
+    model = language_model.load(str(out))
     samples = [
         (prompt, model.generate(prompt, tokens=60, seed=trained.plan.asked.seed))
         for prompt in work.prompts(trained)

@@ -1,11 +1,13 @@
 """The plan of a text: what it is, what the machine is, what will be done, kept so that the same
 command goes on with it.
 
-`<out>/plan.json` holds it. A speed measured anew would be another, and with it the plan: so what
-was once planned is read, and only another request, or `anew`, plans again.
+A file beside the runs holds it, named by the folder of the model that is to come. A speed measured
+anew would be another, and with it the plan: so what was once planned is read, and only another
+request, or `anew`, plans again.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import warnings
@@ -17,7 +19,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from q0lib import bench, config, corpus, files, provenance, runtime
+from q0lib import bench, config, corpus, export, files, paths, provenance, runtime
 from q0lib.corpus import HELD_OUT
 from q0lib.own_text import proposal
 from q0lib.own_text.proposal import Machine, Proposal, Speed, Stage, Wish
@@ -79,19 +81,22 @@ class Plan:
 
 
 def make(asked: Asked, out: Path, *, anew: bool = False) -> Plan:
-    """The plan kept in `out`, if it is for this request; else a new one, not yet kept.
+    """The plan kept for `out`, if it is for this request; else a new one, not yet kept.
 
     Raises:
         FileNotFoundError: no such text, or tokenizer.
-        ValueError: `out` has a plan for another request (says what differs); a text that is too
-            small, or cannot be read; too few hours, too little memory.
+        ValueError: `out` has a plan for another request (says what differs), or holds something
+            that is no model; a text that is too small, or cannot be read; too few hours, too
+            little memory.
     """
+    if out.exists() and not (out.is_dir() and (export.is_model(out) or not export.any_in(out))):
+        raise ValueError(f"{out} is there and is no exported model: name another folder")
     source = asked.source
     if source.startswith("hub:") or source == "fineweb":
         raise ValueError(f"source must be a file or a folder, its size is not known from {source}")
     if Path(source).exists():  # runs are found again from any folder
         asked = dataclasses.replace(asked, source=str(Path(source).resolve()))
-    path = out / "plan.json"
+    path = place(out)
     if path.exists() and not anew:
         held = read(path)
         ours = dataclasses.asdict(asked)
@@ -108,10 +113,15 @@ def make(asked: Asked, out: Path, *, anew: bool = False) -> Plan:
 
 
 def keep(plan: Plan, out: Path) -> None:
-    """Save a plan in `out`, unless it is there."""
-    text = json.dumps(dataclasses.asdict(plan), indent=1)
-    if not (out / "plan.json").exists() or (out / "plan.json").read_text("utf-8") != text:
-        files.write_text(out / "plan.json", text)
+    """Save the plan of the model that will lie in `out`."""
+    files.write_text(place(out), json.dumps(dataclasses.asdict(plan), indent=1))
+
+
+def place(out: Path) -> Path:
+    """Where the plan of the model in `out` is kept: not in `out`, which holds a whole model or
+    nothing."""
+    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:8]
+    return paths.RUNS / "own" / f"plan-{out.name}-{name}.json"
 
 
 def read(path: Path) -> Plan:
@@ -321,7 +331,7 @@ def table(plan: Plan, out: Path) -> pd.DataFrame:
          f"{one.flops:.2g} FLOPs, at the speed measured just now"),
         ("memory, disk", f"{proposal.memory(one) / 2**30:.2f} GiB, "
          f"{proposal.disk(one) / 2**30:.2f} GiB", "estimated"),
-        ("goes to", str(out), f"runs: {run.directory.parent}"),
+        ("goes to", str(out), f"plan and runs: {run.directory.parent}"),
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=["what", "value", "why"]).set_index("what")
 
