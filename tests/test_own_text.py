@@ -128,6 +128,13 @@ def test_splits_and_context_are_such_as_the_text_has():
     assert propose(17_000, 1, held_out=300).study.model.context == 64
 
 
+def test_below_the_smallest_preset_what_is_held_out_shrinks_with_the_text():
+    quick, half = presets.load("quick").corpus, proposal.scaled(8_192).corpus
+    assert half.test_tokens == quick.test_tokens / 2
+    assert half.fitness_tokens == quick.fitness_tokens / 2
+    assert proposal.scaled(8_192).model == presets.load("quick").model
+
+
 def test_the_students_cost_is_its_own_passes_and_those_of_its_teachers():
     for tokens, kept in ((50_000, True), (400_000, False)):
         one = propose(tokens, 30, k=4)
@@ -217,7 +224,7 @@ def test_a_plan_is_of_the_text_and_says_how_much_of_it_is_used(tiny):
     )
     rows = plan.table(made_of, tiny / "out")
     share = 2400 / made_of.look.pools["train"]
-    assert f"{share:.0%} of it" in rows.why["training tokens"]
+    assert f"{100 * share:.2g}% of it" in rows.why["training tokens"]
     assert rows.value["training tokens"] == f"2,400 of {made_of.look.pools['train']:,}"
 
 

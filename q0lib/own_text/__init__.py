@@ -91,7 +91,7 @@ def finish(trained: work.Trained, out: Path) -> str:
     export.write(out, trained.student, notes=report.summary(losses))
     model = language_model.load(str(out))
     samples = [
-        (prompt, model.generate(prompt, tokens=60, seed=trained.plan.asked.seed))
-        for prompt in work.prompts(trained)
+        (prompt, model.generate(prompt, tokens=60, seed=number))
+        for number, prompt in enumerate(work.prompts(trained), trained.plan.asked.seed)
     ]
     return report.write(trained, out, samples)

@@ -198,7 +198,7 @@ def count(asked: Asked) -> tuple[int, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again when the text is tokenised
         found = corpus.documents_of(_corpus(asked, 257))
-        for document in tqdm(found, desc="reading", unit="document", leave=False):
+        for document in tqdm(found, desc="reading", unit=" documents", leave=False):
             documents, characters = documents + 1, characters + len(document)
     _check_size(asked.source, round(characters / CHARS), documents)
     return documents, characters
@@ -282,7 +282,7 @@ def measure(
     if machine.device != "cpu":
         counts = {0}
     found = {}
-    for number in tqdm(sorted(counts), desc="measuring the speed", unit="setting", leave=False):
+    for number in tqdm(sorted(counts), desc="measuring the speed", unit=" settings", leave=False):
         with runtime.threads(number):
             (_, _, training), (_, _, taught), (_, _, scored) = bench.training(study, seconds)
         found[number] = Speed(training, taught, scored)
@@ -301,7 +301,7 @@ def table(plan: Plan, out: Path) -> pd.DataFrame:
     need = estimate(study.run("q0"))
     run = study.run("q0", one.epochs)
     share = text.train_tokens / look.pools["train"]
-    used = "all of it" if share == 1 else f"{share:.0%} of it: more needs more hours"
+    used = "all of it" if share == 1 else f"{100 * share:.2g}% of it: more needs more hours"
     members = run.trajectories * run.cycles
     rows = [
         ("text", f"{look.documents:,} documents, {look.characters:,} characters, "

@@ -130,7 +130,8 @@ def scaled(tokens: int, vocabulary: int = 0) -> config.Preset:
     """The preset for so many training tokens, of a text of one's own.
 
     `vocabulary` is that of a tokenizer which is there; 0 lets it follow the tokens, for one to be
-    trained. Below quick's tokens everything but the splits is quick's, above paper's paper's.
+    trained. Below quick's tokens everything is quick's but the splits, which shrink with them; above paper's
+    all is paper's.
     """
     low, high, share = place(tokens)
     between = functools.partial(_between, share=share)
@@ -141,7 +142,8 @@ def scaled(tokens: int, vocabulary: int = 0) -> config.Preset:
     splits = {f"{split}_tokens": between(getattr(low.corpus, f"{split}_tokens"),
                                          getattr(high.corpus, f"{split}_tokens"))
               for split in HELD_OUT}  # fmt: skip
-    sizes = {split: max(context + 1, round(size)) for split, size in splits.items()}
+    below = min(1.0, tokens / low.corpus.train_tokens)
+    sizes = {split: max(context + 1, round(below * size)) for split, size in splits.items()}
     corpus = config.Corpus(vocab_size=words, train_tokens=tokens, **sizes)
     models = low.model, high.model
     head = 2 ** round(math.log2(between(*(m.width / m.heads for m in models))))
