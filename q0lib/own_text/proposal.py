@@ -130,8 +130,8 @@ def scaled(tokens: int, vocabulary: int = 0) -> config.Preset:
     """The preset for so many training tokens, of a text of one's own.
 
     `vocabulary` is that of a tokenizer which is there; 0 lets it follow the tokens, for one to be
-    trained. Below quick's tokens everything is quick's but the splits, which shrink with them; above paper's
-    all is paper's.
+    trained. Below quick's tokens everything is quick's but the splits, which shrink with them;
+    above paper's all is paper's.
     """
     low, high, share = place(tokens)
     between = functools.partial(_between, share=share)
