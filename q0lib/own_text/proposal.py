@@ -34,7 +34,7 @@ from q0lib.model import forward_flops
 from q0lib.prior import TOKENS_PER_MEMBER
 from q0lib.train import estimate
 
-LEAST = 4_096  # training tokens: fewer than that are not worth a model
+LEAST = 2_048  # training tokens: with fewer there is nothing to see
 # (epochs of q0, epochs of the student), from the least to the most that hours are spent on.
 RECIPES = (
     (32, 16), (32, 24), (48, 24), (64, 24), (96, 24), (128, 24), (192, 24), (256, 24),
