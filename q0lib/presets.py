@@ -147,7 +147,8 @@ def load(name: str, *, seed: int = 0, overrides: list[str] | None = None) -> Pre
     """The preset called `name`, with its seed and any `overrides` such as "q0.alpha=0.3".
 
     An override names "corpus", "model", a method, or "study", then a field; "methods" stands for
-    every method at once. Values are cast to the field's type.
+    every method at once. Values are cast to the field's type. A `corpus.vocab_size` above the
+    model's takes the model's along, unless `model.vocab_size` is given too.
 
     Raises:
         ValueError: an unknown preset, section or field, or a value out of its range.
@@ -180,6 +181,10 @@ def load(name: str, *, seed: int = 0, overrides: list[str] | None = None) -> Pre
         else:
             for each in methods if section == "methods" else [section]:
                 methods[each] = _replaced(methods[each], section, values)
+    words = changes.get("corpus", study.corpus).vocab_size
+    if words > study.model.vocab_size and "vocab_size" not in sections.get("model", {}):
+        model = changes.get("model", study.model)
+        changes["model"] = dataclasses.replace(model, vocab_size=words)
     return dataclasses.replace(study, methods=methods, **changes)
 
 

@@ -55,6 +55,15 @@ ELECTED = (
     "::test_trajectories_are_chosen_on_validation_over_seeds_and_by_the_paper_on_test"
 )
 
+BUYS = "test_own_text.py::test_hours_buy_text_first_and_epochs_then"
+STUDENTS_COST = (
+    "test_own_text.py::test_the_students_cost_is_its_own_passes_and_those_of_its_teachers"
+)
+SAME_PLAN = (
+    "test_own_text.py::test_the_same_request_goes_on_with_its_plan_though_the_speed_is_another"
+)
+REPORTED = "test_own_text.py::test_losses_are_those_of_the_test_text_with_errors_paired_by_token"
+FOLLOWS = "test_config.py::test_a_larger_vocabulary_takes_the_model_along_unless_that_is_given"
 TABLES = "study/tables/"
 MUTANTS = (
     # --- students ---
@@ -262,6 +271,18 @@ MUTANTS = (
     Mutant("distillation: a mixture forgets its weights", "distill.py",
            ".log_softmax(1).add_(log_weight)", ".log_softmax(1)",
            "test_distill.py::test_a_mixture_teaches_its_probabilities_chunk_by_chunk"),
+    # --- a text of the reader's own ---
+    Mutant("own text: epochs are bought before text", "own_text/proposal.py",
+           "for recipe in reversed(RECIPES):", "for recipe in RECIPES:", BUYS),
+    Mutant("own text: a lesson costs one teacher", "own_text/proposal.py",
+           "orders * tokens * k * forward", "orders * tokens * forward", STUDENTS_COST),
+    Mutant("own text: a plan is made anew each time", "own_text/plan.py",
+           "        return held\n", "        return _new(asked)\n", SAME_PLAN),
+    Mutant("own text: fitness losses are reported", "own_text/work.py",
+           'mixture_log_probs(weights, one.P["test"])',
+           'mixture_log_probs(weights, one.P["fitness"])', REPORTED),
+    Mutant("own text: a larger vocabulary leaves the model behind", "presets.py",
+           'changes["model"] = dataclasses.replace(model, vocab_size=words)', "pass", FOLLOWS),
     # --- text and scores ---
     Mutant("cache: new tokens stand at the start", "model.py",
            "rope = cos[new], sin[new]",

@@ -47,7 +47,7 @@ def test_numbers_that_arrive_as_strings_are_cast_or_refused():
          r"corpus\.fitness_tokens must be > model\.context \(128\), got 100"),
         (lambda: config.Corpus(vocab_size=100), r"vocab_size must be >= 257"),
         (lambda: presets.load("quick", overrides=["q0.batch_tokens=1000"]), r"whole sequences"),
-        (lambda: presets.load("quick", overrides=["corpus.vocab_size=9999"]), r"must be >= corp"),
+        (lambda: presets.load("quick", overrides=["model.vocab_size=999"]), r"must be >= corp"),
     ],
 )  # fmt: skip
 def test_bad_values_get_one_clear_sentence(build, words):
@@ -166,3 +166,14 @@ def test_paper_preset_is_the_papers():
 def test_fractions_of_an_epoch_are_budgets_too():
     study = presets.load("quick", overrides=["q0.epochs_per_cycle=0.1"])
     assert study.run("q0", 0.3).cycles == 3
+
+
+def test_a_larger_vocabulary_takes_the_model_along_unless_that_is_given():
+    def sizes(*overrides):
+        study = presets.load("gpu", overrides=list(overrides))
+        return study.corpus.vocab_size, study.model.vocab_size
+
+    assert sizes() == (50_257, 50_304)
+    assert sizes("corpus.vocab_size=32768") == (32_768, 50_304)
+    assert sizes("corpus.vocab_size=60000", "model.layers=2") == (60_000, 60_000)
+    assert sizes("corpus.vocab_size=60000", "model.vocab_size=61440") == (60_000, 61_440)

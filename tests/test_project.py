@@ -27,6 +27,7 @@ MODULES = {  # dotted name: path; a folder's own module has the folder's name
 ARROWS = {
     "": {""},
     "plots": {"", "plots"},
+    "own_text": {"", "plots", "own_text"},
     "sweeps": {"", "sweeps"},
     "study": {"", "plots", "sweeps", "study"},
 }
@@ -70,7 +71,7 @@ def q0_imports(path) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The folder of a module: "" for the method, else plots, sweeps or study."""
+    """The folder of a module: "" for the method, else own_text, plots, sweeps or study."""
     inside = module.removeprefix("q0lib").strip(".").partition(".")[0]
     return inside if inside in ARROWS else ""
 
