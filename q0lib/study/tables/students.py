@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from q0lib import config, efficiency, ensemble, population, prior
+from q0lib import config, corpus, efficiency, ensemble, population, prior
 from q0lib.model import forward_flops
 from q0lib.population import Population
 from q0lib.study import plan
@@ -24,12 +24,14 @@ def tables(found: plan.Trained) -> dict[str, pd.DataFrame]:
 
     students: a row a (label, seed, budget, choice, K). A trajectory is read where it teaches and at
     its end, by K members chosen greedily and by all of them ("learned", exact weights); students
-    and ensembles by their first K ("uniform"). Columns: method (what is before a comma in the
-    label, with choice and K unless it is one model), label, generation (teachers between it and
-    the first), seed, epochs and flops (of its own training), total_epochs and total_flops (with
-    everyone who taught), choice, k, inference (FLOPs a token), validation, test, test_se; of those
-    who are taught teacher_test and snapshot_test (what the mixture that teaches loses, and the
-    best of the teachers' members by fitness text); run, commit.
+    and ensembles by their first K ("uniform"); all students of a label together with all members
+    of who taught them by one prior ("with teachers"). Columns: method (what is before a comma in
+    the label, with choice and K unless that is one student, all that is learned, or an ensemble),
+    label, generation (teachers between it and the first), seed, epochs and flops (of its own
+    training), total_epochs and total_flops (with everyone who taught), choice, k, inference (FLOPs
+    a token, of members with a weight), validation, test, test_se; of those who are taught
+    teacher_test and snapshot_test (what the mixture that teaches loses, and the best of the
+    teachers' members by fitness text); run, commit.
     student_documents: the test loss of each row by document, as `intervals.document_frame` has it;
     epochs are the total.
     """
@@ -46,7 +48,8 @@ def tables(found: plan.Trained) -> dict[str, pd.DataFrame]:
             named = each.label.partition(",")[0]
             for choice, k, weights in _mixtures(part):
                 nll = -ensemble.mixture_log_probs(weights, part.P["test"])
-                method = named if (choice, k) == ("uniform", 1) else f"{named}, {choice} {k}"
+                plain = choice == "learned" or (choice == "uniform" and (k == 1 or not taught))
+                method = named if plain else f"{named}, {choice} {k}"
                 rows.append(
                     {"method": method, "label": each.label, "generation": _generation(each),
                      "seed": run.seed,
@@ -59,6 +62,8 @@ def tables(found: plan.Trained) -> dict[str, pd.DataFrame]:
                      **taught, **mixtures.origin(whole)}
                 )  # fmt: skip
                 sums[method, run.seed, epochs] = intervals.document_sums(part, weights)
+        if taught and whole.run.cycles == 1:
+            rows.append(_together(rows[-1], each, whole, held))
     return {"students": pd.DataFrame(rows), "student_documents": intervals.document_frame(sums)}
 
 
@@ -121,17 +126,43 @@ def _spent(
     return sum(part.run.epochs for part in parts), sum(part.flops for part in parts)
 
 
+def _together(
+    last: dict, each: plan.Experiment, whole: Population, held: dict[Path, Population]
+) -> dict:
+    """The row of all students and all members of who taught them, under one prior."""
+    parts = [whole, *_teachers(each, whole.run, held)]
+    P = {
+        split: np.concatenate([np.asarray(part.P[split]) for part in parts])
+        for split in corpus.HELD_OUT
+    }
+    weights = prior.fit_prior(P["fitness"]).weights
+    nll = -ensemble.mixture_log_probs(weights, P["test"])
+    used = int((weights > 0).sum())
+    return {
+        **last, "method": f"{last['method'].partition(',')[0]}, with teachers",
+        "choice": "with teachers", "k": len(weights),
+        "inference": used * forward_flops(whole.run.model),
+        "validation": ensemble.mixture_nll(weights, P["validation"]), "test": float(nll.mean()),
+        "test_se": ensemble.standard_error(nll, whole.documents["test"]),
+    }  # fmt: skip
+
+
+def _teachers(
+    each: plan.Experiment, run: config.Run, held: dict[Path, Population]
+) -> list[Population]:
+    parts = [part.run(run.preset, run.seed) for part in each.teachers]
+    return [held[one.directory].prefix(one.trajectories, one.cycles) for one in parts]
+
+
 def _taught(
     each: plan.Experiment, run: config.Run, held: dict[Path, Population]
 ) -> dict[str, float]:
     """What the mixture that teaches a run loses on test, and the best of its members by fitness."""
     if run.teaching is None:
         return {}
-    parts = [part.run(run.preset, run.seed) for part in each.teachers]
-    members = [held[one.directory].prefix(one.trajectories, one.cycles) for one in parts]
     rows = {
         (part.run.key, row.trajectory, row.cycle): (part.P["test"][i], row)
-        for part in members
+        for part in _teachers(each, run, held)
         for i, row in enumerate(part.members.itertuples())
     }
     weights = np.array(run.teaching.weights)
