@@ -301,7 +301,12 @@ def table(plan: Plan, out: Path) -> pd.DataFrame:
     need = estimate(study.run("q0"))
     run = study.run("q0", one.epochs)
     share = text.train_tokens / look.pools["train"]
-    used = "all of it" if share == 1 else f"{100 * share:.2g}% of it: more needs more hours"
+    used = "all of it"
+    if share < 1:
+        used = (
+            f"{100 * share:.2g}% of it: hours are short, not text; more of them use more, and a "
+            "single pass of one model over all of it may do as well"
+        )
     members = run.trajectories * run.cycles
     rows = [
         ("text", f"{look.documents:,} documents, {look.characters:,} characters, "
