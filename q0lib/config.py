@@ -265,6 +265,7 @@ class Teaching:
     weights: tuple[float, ...]  # sum to 1
     folders: tuple[str, ...]
     start: int = -1  # the student starts from the weights of this one of `members`; -1: afresh
+    generated_tokens: int = 0  # that the mixture writes, to be read beside the training text
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "members", tuple((key, t, c) for key, t, c in self.members))
@@ -273,6 +274,8 @@ class Teaching:
         sizes = len(self.members), len(self.weights), len(self.folders)
         if not self.members or len(set(sizes)) > 1:
             raise ValueError(f"a teaching needs a weight and a folder for each member, got {sizes}")
+        if self.generated_tokens < 0:
+            raise ValueError(f"generated_tokens must be >= 0, got {self.generated_tokens}")
         if not -1 <= self.start < len(self.members):
             raise ValueError(f"start must be one of {len(self.members)} members, got {self.start}")
 
@@ -281,6 +284,8 @@ class Teaching:
         """What of it decides a student."""
         facts = dataclasses.asdict(self)
         del facts["folders"]
+        if not self.generated_tokens:  # came later than the first students
+            del facts["generated_tokens"]
         return facts
 
 

@@ -7,16 +7,22 @@ for any other run: resumed to the bit, evaluated on the same held-out text, kept
 holds its teachers' keys.
 """
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
+from tqdm import tqdm
 
-from q0lib import config, corpus, distill, files, paths, population, prior
-from q0lib.model import GPT, forward_flops
+from q0lib import config, corpus, distill, files, paths, population, prior, runtime
+from q0lib.model import GPT, Cache, forward_flops, mixed_logits
 
+_AT_ONCE = 64  # rows that a mixture writes at a time
 _DIGITS = 6  # of a weight: what a fit leaves beyond them differs from machine to machine
 
 
@@ -25,13 +31,14 @@ def teaching(
     k: int | None = None,
     *,
     from_best: bool = False,
+    generated_tokens: int = 0,
 ) -> config.Teaching:
     """The mixture of `k` members of one or more populations, chosen greedily on fitness text.
 
     Without `k`, all members: weighed as their method is meant to be (a prior fitted to fitness
     text, or all alike), and by a prior if there are several populations. Members without weight
     are left out. `from_best` lets the student start from the member with the lowest fitness loss,
-    instead of afresh.
+    instead of afresh; the mixture writes `generated_tokens`, to be read beside the text.
 
     Raises:
         ValueError: no populations, a K that they do not have.
@@ -66,10 +73,13 @@ def teaching(
         tuple(round(float(weights[i]) / total, _DIGITS) for i in kept),
         tuple(folders),
         int(np.argmin(losses)) if from_best else -1,
+        generated_tokens,
     )
 
 
-def taught_by(names: Sequence[str], k: int | None = None) -> config.Teaching:
+def taught_by(
+    names: Sequence[str], k: int | None = None, *, generated_tokens: int = 0
+) -> config.Teaching:
     """`teaching` by runs named as notebooks and sweeps can: "cpu/q0-seed0-7140a71de9da@1x32".
 
     A name is a run directory (within `paths.RUNS`, or a path), and after the @ how much of it
@@ -90,7 +100,7 @@ def taught_by(names: Sequence[str], k: int | None = None) -> config.Teaching:
             )
         part = sizes if extent else (None, None)
         found.append(population.Population.open(_directory(folder), *part))
-    return teaching(found, k)
+    return teaching(found, k, generated_tokens=generated_tokens)
 
 
 def teacher(
@@ -149,6 +159,56 @@ def check(taught: config.Teaching, text: corpus.Text) -> None:
                     f"{directory} holds out other {split} text than its student, and may have "
                     "been trained on what the student is judged by"
                 )
+
+
+def lengthened(text: corpus.Text, run: config.Run, *, progress: bool = True) -> corpus.Text:
+    """The text with what the run's teachers have written (`generated_tokens`) behind its own.
+
+    They write in rows of a context, each from the start of a document on, by the mixture at
+    temperature 1; the run's seed decides all draws. Kept on disk, for runs that go on.
+    """
+    assert run.teaching is not None, "nobody teaches"
+    taught, context = run.teaching, run.model.context
+    name = hashlib.sha256(
+        json.dumps([taught.decides, run.seed, run.precision, context], sort_keys=True).encode()
+    ).hexdigest()[:12]
+    path = paths.CACHE / "generated" / f"{name}.safetensors"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                written = _written(text, run, progress)
+                files.save_tensors(path, {"tokens": torch.from_numpy(written)})
+    written = files.open_tensors(path)[0]["tokens"].read()[: taught.generated_tokens]
+    train = text["train"]
+    tokens = np.concatenate([train.tokens, written.astype(train.tokens.dtype)])
+    starts = np.concatenate([train.starts, len(train.tokens) + np.arange(0, len(written), context)])
+    fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+    longer = corpus.Split("train", tokens, starts, fingerprint)
+    return dataclasses.replace(text, splits={**text.splits, "train": longer})
+
+
+@torch.inference_mode()
+def _written(text: corpus.Text, run: config.Run, progress: bool) -> np.ndarray:
+    """Rows of a context that the mixture writes, one after the other, int64."""
+    assert run.teaching is not None, "nobody teaches"
+    context, device = run.model.context, runtime.device(run.runtime.device)
+    mixture = teacher(run.teaching, device, runtime.DTYPES[run.precision])
+    end = int(text["train"].tokens[0])  # every document begins with <|endoftext|>
+    rows, found = -(-run.teaching.generated_tokens // context), []
+    generator = torch.Generator().manual_seed(run.seed)
+    with tqdm(total=rows * context, desc="generating", unit="token", disable=not progress) as bar:
+        for first in range(0, rows, _AT_ONCE):
+            block = torch.full((min(_AT_ONCE, rows - first), 1), end)
+            caches = [Cache(context) for _ in mixture.models]
+            for _ in range(context - 1):
+                new = block[:, -1:].to(device)
+                said = mixed_logits(mixture.models, run.teaching.weights, new, caches, last=1)
+                p = said[:, 0, : text.vocab_size].softmax(-1).cpu()
+                block = torch.cat([block, torch.multinomial(p, 1, generator=generator)], dim=1)
+                bar.update(len(block))
+            found.append(block)
+    return torch.cat(found).flatten().numpy()
 
 
 def _named(directory: Path) -> str:

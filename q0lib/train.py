@@ -55,6 +55,8 @@ def train_population(
         return population.load(run, directory)
     for record in population.records(directory):
         _check_code(run, record, directory)
+    if run.teaching is not None and run.teaching.generated_tokens:
+        text = student.lengthened(text, run, progress=progress)
     steps = sum(cycle.steps for cycle in planned_cycles(run, text))
     with (
         runtime.threads(run.runtime.threads),
@@ -209,7 +211,8 @@ def estimate(run: config.Run) -> dict[str, float]:
     and six chunks of logits.
     """
     model, method = run.model, run.method
-    tokens = run.epochs * run.corpus.train_tokens
+    generated = run.teaching.generated_tokens if run.teaching is not None else 0
+    tokens = run.epochs * (run.corpus.train_tokens + generated)
     members = run.trajectories if method.teacher == "previous_member" else run.cycles
     taught = 0.0 if method.teacher == "none" else max(0, members - method.distill_after) / members
     teacher = forward_flops(model)

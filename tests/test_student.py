@@ -324,3 +324,37 @@ def test_packings_take_turns(text):
     np.testing.assert_array_equal(stream.rows(2 * n, 2 * n), stream.rows(0, 2 * n))
     orders = {fresh.rows(epoch * n, n).tobytes() for epoch in range(8)}
     assert len(orders) > 2  # three documents have six orders
+
+
+def test_what_the_mixture_writes_is_read_beside_the_text(teachers, text, own_cache, tmp_path):
+    taught = dataclasses.replace(first(teachers, 2), generated_tokens=100)
+    run = student_run(taught, 2)
+    longer = student.lengthened(text, run, progress=False)
+    n = len(text["train"].tokens)
+    np.testing.assert_array_equal(longer["train"].tokens[:n], text["train"].tokens)
+    assert len(longer["train"].tokens) == n + 100
+    assert longer["train"].starts[-4:].tolist() == [n, n + 32, n + 64, n + 96]
+    end = text.tokenizer.token_to_id(corpus.END_OF_TEXT)
+    assert set(longer["train"].tokens[longer["train"].starts].tolist()) == {end}
+    again = student.lengthened(text, run, progress=False)
+    assert again["train"].fingerprint == longer["train"].fingerprint
+    other = student.lengthened(text, dataclasses.replace(run, seed=5), progress=False)
+    assert other["train"].fingerprint != longer["train"].fingerprint
+    assert run.key != student_run(first(teachers, 2), 2).key
+    left = train.train_population(run, text, directory=tmp_path / "s", progress=False)
+    assert left.members.tokens[0] == pytest.approx(train.estimate(run)["tokens"], rel=0.1)
+    assert population.Population.open(tmp_path / "s").run.teaching == taught
+
+
+def test_tokens_are_written_by_the_mixtures_distribution(teachers, text, own_cache, monkeypatch):
+    """The second token of each row follows p(. | <|endoftext|>) of the mixture."""
+    taught = dataclasses.replace(first(teachers, 2), generated_tokens=32 * 2000)
+    monkeypatch.setattr(student, "_AT_ONCE", 2000)
+    run = student_run(taught, 2)
+    rows = student.lengthened(text, run, progress=False)["train"].tokens[-32 * 2000 :]
+    seconds = np.bincount(rows.reshape(-1, 32)[:, 1], minlength=300) / 2000
+    mixture = student.teacher(taught, torch.device("cpu"), torch.float32)
+    p = mixture.lesson(torch.zeros(1, 1, dtype=torch.int64)).log_probs(slice(None)).exp()[0]
+    p = p[: text.vocab_size] / p[: text.vocab_size].sum()
+    spread = (p * (1 - p) / 2000).sqrt().numpy()
+    assert np.all(np.abs(seconds[: text.vocab_size] - p.numpy()) < 5 * spread + 2e-3)

@@ -16,9 +16,10 @@ Epochs: more have always been worth having (cpu, seed 0: q0 has 4.57, 4.46, 4.41
 after 16, 32, 64, 128 epochs), but fresh text is worth more (twice the text: 0.24 to 0.40 nats,
 data_efficiency.csv). So all of the text is used if 32 epochs of it fit the hours, else a part; what
 time is left buys epochs. The student reads 24 epochs, 16 where time is short (4.421 and 4.432 on
-test at cpu, two seeds, by an earlier recipe). The single model gets what a member of the tuned ensemble gets, 16 epochs
-at quick, 32 from cpu on: after 64 it is worse (4.67 against 4.60). A population has no more members
-than its fitness text has hundreds of tokens: freely fitted weights would lose there what they gain.
+test at cpu, two seeds, by an earlier recipe). The single model gets what a member of the tuned
+ensemble gets, 16 epochs at quick, 32 from cpu on: after 64 it is worse (4.67 against 4.60). A
+population has no more members than its fitness text has hundreds of tokens: freely fitted weights
+would lose there what they gain.
 """
 
 import dataclasses

@@ -16,7 +16,6 @@ from q0lib.plots import figures
 from q0lib.plots.labels import say
 
 FIGURE = "losses"
-GREEN = "#009E73"  # of Okabe and Ito's palette
 
 
 def draw(ax: Axes, losses: pd.DataFrame) -> None:
@@ -28,7 +27,7 @@ def draw(ax: Axes, losses: pd.DataFrame) -> None:
     say(ax, "snapshots of q0", (first.k, first.test), blue, (8, 5))
     # Where the curve is not: high on the left, low on the right.
     for model, color, x, shift in (
-        ("student", GREEN, 0, (3, -7)),
+        ("student", figures.METHOD_COLORS["student"], 0, (3, -7)),
         ("single model", black, 1, (-3, 7)),
     ):
         for loss in losses[losses.model == model].test:

@@ -56,7 +56,8 @@ class Extent:
     # Students, each after its teachers: label; method, epochs and fields (of the method, or with a
     # dot); teachers, "label NxC" of the lines above; k of their members, 0 = all.
     student: tuple[dict[str, Any], ...] = ()
-    # ... that fixed their recipe, or tell what it forgives: teachers, k, epochs, fields. One seed.
+    # ... that fixed their recipe, or tell what it forgives: teachers, k, epochs, fields (among them
+    # generated_tokens, that the teachers write). One seed.
     student_trials: tuple[tuple[str, int, float, str], ...] = ()
     # Where the last of the sizes is known to be the best, at every multiple of one seed: as far as
     # this one, beyond what any method is worth, other seeds train it alone. 0: not known.
@@ -117,6 +118,7 @@ class Experiment:
     overrides: tuple[str, ...] = ()
     teachers: tuple["Part", ...] = ()  # whose mixture teaches it
     k: int = 0  # ... of so many members of theirs, chosen greedily; 0 = all
+    generated_tokens: int = 0  # that they write for it
 
     def run(self, preset: str, seed: int) -> config.Run:
         """The run behind it; what teaches it must be trained.
@@ -128,6 +130,7 @@ class Experiment:
         if not self.teachers:
             return chosen.run(self.method, self.epochs)
         taught = _teaching(tuple(self.taught_by(preset, seed)), self.k or None)
+        taught = dataclasses.replace(taught, generated_tokens=self.generated_tokens)
         return chosen.run(self.method, self.epochs, taught)
 
     def taught_by(self, preset: str, seed: int) -> list[str]:
@@ -299,8 +302,11 @@ def _student(extent: Extent, base: config.Preset) -> list[Experiment]:
 
     def add(part: str, label: str, method: str, epochs: float, fields: str,
             teachers: Sequence[str], k: int) -> None:  # fmt: skip
+        named = dict(each.split("=") for each in fields.split())
+        generated = int(named.pop("generated_tokens", 0))
         changed = [
-            each if "." in each.partition("=")[0] else f"{method}.{each}" for each in fields.split()
+            f"{name if '.' in name else f'{method}.{name}'}={value}"
+            for name, value in named.items()
         ]
         parts = []
         for name in teachers:
@@ -308,7 +314,9 @@ def _student(extent: Extent, base: config.Preset) -> list[Experiment]:
             parts.append(Part(found[source], *map(int, size.split("x"))))
         # Weights to teach with; and what teachers say is kept, since packings come again.
         changed += ["runtime.keep_weights=true", "runtime.cache_lessons=true"]
-        found[label] = Experiment(part, label, method, epochs, tuple(changed), tuple(parts), k)
+        found[label] = Experiment(
+            part, label, method, epochs, tuple(changed), tuple(parts), k, generated
+        )
 
     for line in extent.student:
         add("student", **{"k": 0, **line})

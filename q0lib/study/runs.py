@@ -101,7 +101,7 @@ def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, j
     points: list[dict[str, Any]] = [
         {"preset": preset, "method": each.method, "seed": run.seed, "epochs": float(each.epochs),
          "overrides": list(each.overrides), "teachers": each.taught_by(preset, run.seed),
-         "teacher_k": each.k, "share": share}
+         "teacher_k": each.k, "generated_tokens": each.generated_tokens, "share": share}
         for each, run in wave
         for share in range(min(jobs, independent(run)))
     ]  # fmt: skip
