@@ -4,7 +4,7 @@
                                                     vocabulary at every position, fp16
 
 A lesson of K models costs K passes; read back, it costs none. That pays where a few packings take
-turns (`Method.packings`), or many students (seeds of none of this, trials) read the same ones.
+turns (`Method.packings`), or where many students of one seed, as in trials, read the same ones.
 The exact distribution is kept: its k largest probabilities alone would teach a biased one.
 """
 
