@@ -169,7 +169,7 @@ class LanguageModel:
             )
         return self._written(ids, tokens, temperature, top_k, top_p, seed, sampling)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _written(
         self, ids: list[int], tokens: int, temperature: float, top_k: int, top_p: float,
         seed: int, sampling: str,

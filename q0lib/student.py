@@ -188,7 +188,7 @@ def lengthened(text: corpus.Text, run: config.Run, *, progress: bool = True) -> 
     return dataclasses.replace(text, splits={**text.splits, "train": longer})
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _written(text: corpus.Text, run: config.Run, progress: bool) -> np.ndarray:
     """Rows of a context that the mixture writes, one after the other, int64."""
     assert run.teaching is not None, "nobody teaches"

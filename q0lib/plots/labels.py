@@ -45,8 +45,8 @@ def end_labels(ax: Axes, notes: Sequence[Note]) -> None:
 
 
 def _lift(ax: Axes, x: float, notes: Sequence[Note], heights: np.ndarray, line: float) -> float:
-    """Return by how much texts that start at `x` must rise to stand clear of every other line,
-    the ends of error bars joined up."""
+    """Return by how much texts that start at `x` must rise to stand clear of every other line, the
+    ends of error bars joined up; negative where to sink is the much shorter way, and has room."""
     rows = [note.text.split("\n") for note in notes]
     width = (5 + LETTER_POINTS * max(len(row) for text in rows for row in text)) * _dpi(ax) / 72
     start = ax.transData.transform((x, notes[0].y))[0]
@@ -66,7 +66,11 @@ def _lift(ax: Axes, x: float, notes: Sequence[Note], heights: np.ndarray, line: 
     for y in ys[np.isfinite(ys)]:
         if bottom + rise - line / 2 < y < top + rise:
             rise = y + line / 2 - bottom
-    return rise
+    sink = 0.0
+    for y in ys[np.isfinite(ys)][::-1]:
+        if bottom - sink < y < top - sink + line / 2:
+            sink = top + line / 2 - y
+    return -sink if sink < rise / 2 and bottom - sink > ax.get_ylim()[0] else rise
 
 
 def spread(positions: Sequence[float], sizes: Sequence[float]) -> np.ndarray:
