@@ -382,3 +382,18 @@ def test_the_summary_says_which_is_lower_and_how_much_of_the_mixtures_gain_is_ke
     said = report.summary(pd.DataFrame(worse, columns=columns))
     assert "0.100 ± 0.020 above the single model" in said
     assert "keeps" not in said
+
+
+def test_where_hours_are_short_one_model_reads_more_text_once():
+    plenty, short = propose(50_000, 8), propose(10_000_000, 0.2)
+    assert plenty.single_tokens == 0
+    assert proposal.single(plenty).epochs == plenty.single_epochs == 32
+    used = short.study.corpus.train_tokens
+    run = proposal.single(short)
+    assert used < short.single_tokens == run.corpus.train_tokens <= 10_000_000
+    assert run.epochs == 1
+    assert run.method.weight_decay == 0.01
+    assert run.corpus.test_tokens == short.study.corpus.test_tokens
+    costs = {stage.name: stage.flops for stage in short.stages}
+    assert costs["single model"] == pytest.approx(train.estimate(run)["flops"], rel=1e-6)
+    assert propose(10_000_000, 0.2, baseline=False).single_tokens == 0

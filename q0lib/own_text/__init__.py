@@ -86,9 +86,10 @@ def said(table: pd.DataFrame) -> str:
 
 
 def finish(trained: work.Trained, out: Path) -> str:
-    """Export the student, let it speak, and write the report; returns the report."""
+    """Export the better of student and single model, let it speak, and write the report; returns
+    the report."""
     losses = work.losses(trained)
-    export.write(out, trained.student, notes=report.summary(losses))
+    export.write(out, trained.best[1], notes=report.summary(losses))
     model = language_model.load(str(out))
     samples = [
         (prompt, model.generate(prompt, tokens=60, seed=number))

@@ -101,6 +101,9 @@ class Proposal:
     k: int  # members that teach the student
     trial_epochs: int  # of each trial; 0: no tuning
     stages: tuple[Stage, ...]
+    # Above 0 only a part of the text can be read 32 times, and the single model reads so many
+    # tokens once instead.
+    single_tokens: int = 0
 
     @property
     def seconds(self) -> float:
@@ -228,7 +231,7 @@ def propose(
     sizes = sorted({least, *(int(float(f"{size:.2g}")) for size in steps)})
     found = [costed(size, RECIPES[0], held_out, machine, speed, wish) for size in sizes]
     if fitting := [one for one in found if fits(one)]:
-        return fitting[-1]
+        return _one_pass(fitting[-1], most)
     if memory(found[0]) > machine.memory:
         raise ValueError(
             f"{machine.memory / 2**30:.2f} GiB of memory are too few: the smallest study of this "
@@ -238,6 +241,33 @@ def propose(
         f"hours must be at least {found[0].seconds / SHARE / 3600:.2g} for this text on this "
         f"machine ({RECIPES[0][0]} epochs of {least:,} tokens), got {wish.hours:g}"
     )
+
+
+def _one_pass(one: Proposal, most: int) -> Proposal:
+    """The study, whose single model reads more text once, for what its epochs would have cost."""
+    planned = one.single_epochs * one.study.corpus.train_tokens
+    tokens = min(most, planned)
+    stages = tuple(
+        Stage(each.name, 1, each.flops * tokens / planned, each.seconds * tokens / planned)
+        if each.name == "single model"
+        else each
+        for each in one.stages
+    )
+    changes = {"single_epochs": 1, "single_tokens": tokens, "stages": stages}
+    return dataclasses.replace(one, **changes) if planned else one  # type: ignore[arg-type]
+
+
+def single(one: Proposal) -> config.Run:
+    """The single model of a study: the baseline, or one pass over more text, by the recipe that
+    the study's one-epoch reference has (half the batch, weight decay 0.01: plans/cpu.toml)."""
+    study = one.study
+    if not one.single_tokens:
+        return study.run("single", one.single_epochs)
+    context, method = study.model.context, study.methods["single"]
+    batch = context * max(1, method.batch_tokens // (2 * context))
+    method = dataclasses.replace(method, batch_tokens=batch, weight_decay=0.01)
+    text = dataclasses.replace(study.corpus, train_tokens=one.single_tokens)
+    return dataclasses.replace(study, corpus=text, methods={"single": method}).run("single", 1)
 
 
 def costed(

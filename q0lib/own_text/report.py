@@ -90,7 +90,7 @@ def _lines(
         "",
         f"![Test loss by K]({FIGURE}.png)",
         "",
-        "## Samples of the student",
+        f"## Samples of the {trained.best[0]}, which is what the folder holds",
         "",
     ]  # fmt: skip
     for prompt, said in samples:

@@ -4,6 +4,7 @@ Each stage is a run of its own directory: one that is complete is reused, one th
 on. So a stopped command is simply given again.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,13 @@ class Trained:
     single: population.Population | None
     student: population.Population
     trials: pd.DataFrame
+
+    @property
+    def best(self) -> tuple[str, population.Population]:
+        """The one model to take home, by validation loss: the student, or the single model."""
+        named = {"student": self.student, "single model": self.single}
+        there = {name: one for name, one in named.items() if one is not None}
+        return min(there.items(), key=lambda item: item[1].members.validation_loss.iloc[-1])
 
     @property
     def populations(self) -> dict[str, population.Population]:
@@ -63,8 +71,8 @@ def do(plan: Plan, *, progress: bool = True) -> Trained:
     single = None
     if one.single_epochs:
         say()
-        run = study.run("single", one.single_epochs)
-        single = train.train_population(run, text, progress=progress)
+        run = proposal.single(dataclasses.replace(one, study=study))
+        single = train.train_population(run, corpus.load(run.corpus), progress=progress)
     say()
     taught = student.teaching(q0, one.k)
     run = study.run("student", one.student_epochs, taught)
