@@ -33,7 +33,6 @@ METHOD_COLORS = {
     "lowest_loss": "#E69F00",
     "q0_undistilled": "#E69F00",
     "student": "#882255",
-    "student of students": "#332288",
     "reference": "#666666",
 }
 METHOD_LABELS = {

@@ -267,6 +267,20 @@ def test_the_name_of_a_line_that_ends_early_stands_clear_of_those_that_go_on(log
     assert end.xy == pytest.approx((1.0, 4.87)), "beside the last point, where nothing goes on"
 
 
+@pytest.mark.parametrize(("floor", "side"), [(0.0, "below"), (0.98, "above")])
+def test_a_name_sinks_below_its_line_where_that_is_the_shorter_way_and_has_room(floor, side):
+    """Lines close above the end for a long way up; below it nothing, if the axes go there."""
+    ax = plt.subplots()[1]
+    for height in np.linspace(1.02, 1.6, 8):
+        ax.plot([0, 10], [height, height], color="0.5")
+    ax.plot([0, 5], [1, 1], color="k")
+    ax.set_ylim(floor, 2)
+    labels.end_labels(ax, [labels.Note(5, 1, "ends", "k"), labels.Note(10, 1.6, "goes on", "0.5")])
+    (name,) = [text for text in ax.texts if text.get_text() == "ends"]
+    assert (name.xy[1] < 1) == (side == "below")
+    assert not any(abs(name.xy[1] - height) < 0.02 for height in np.linspace(1.02, 1.6, 8))
+
+
 def test_gaps_join_the_budgets_that_a_number_of_trajectories_has():
     frame = pd.DataFrame(
         {"total_epochs": [32, 64, 96], "n1": [5.0, 4.9, 4.8], "n2": [5.1, np.nan, 4.7],
