@@ -241,7 +241,7 @@ class Runtime(_Checked):
 
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     threads: int = 1  # of a process on the CPU, so that its sums are the same everywhere; 0 = all
-    micro_batch: int = 0  # sequences per forward pass; 0 = the whole batch
+    micro_batch: int = 0  # sequences per forward pass; 0 = the whole batch, on a GPU what fits
     compile: bool = False
     keep_weights: bool = False  # snapshots as safetensors; otherwise only their probabilities
     cache_lessons: bool = False  # keep what a mixture teaches on disk, for all of its students

@@ -17,7 +17,7 @@ from q0lib.model import GPT, forward_flops
 
 IGNORED = -100  # a target that counts for nothing
 GPU_CHUNK_ELEMENTS = 1 << 25  # of fp32 logits at a time: 128 MB, enough to keep a GPU busy
-_CHUNK_ELEMENTS = 1 << 17  # of fp32 logits at a time on the CPU: half a megabyte, in a core's cache
+CHUNK_ELEMENTS = 1 << 17  # of fp32 logits at a time on the CPU: half a megabyte, in a core's cache
 
 
 class Lesson(Protocol):
@@ -170,7 +170,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:
-    elements = _CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+    elements = CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     size = max(1, elements // head.size(0))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 

@@ -44,9 +44,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def causal_mask(context: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[T, T]: 0 where a query sees a key (itself and the window - 1 before it), -inf elsewhere."""
-    distance = torch.arange(context)[:, None] - torch.arange(context)[None, :]
+    at = torch.arange(context, device=device)  # a compiler ignores the cache: no copies from a CPU
+    distance = at[:, None] - at[None, :]
     seen = (distance >= 0) & (distance < window)
-    return torch.where(seen, 0.0, -torch.inf).to(device=device, dtype=dtype)
+    return torch.where(seen, 0.0, -torch.inf).to(dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -271,7 +272,7 @@ class GPT(nn.Module):
         kept: dict[int, Tensor] = {}
         for at, layer in enumerate(self.passes if looped else range(model.layers)):
             mirror = model.layers - 1 - layer
-            if model.unet_skips and mirror in kept and layer > mirror:
+            if model.unet_skips and mirror in kept:
                 x = x + self.skip_scale[mirror].to(dtype) * kept[mirror]
             if model.residual_scalars:
                 x = self.residual_scale[layer].to(dtype) * x
@@ -280,7 +281,8 @@ class GPT(nn.Module):
             values = self.value_projections[str(layer)](start) if project else None
             extended = None if cache is None else functools.partial(cache.extended, at)
             x = self.blocks[layer](x, values, rope, window_size(model, layer), drop, extended)
-            kept[layer] = x
+            if layer < mirror:  # the others no later layer asks for
+                kept[layer] = x
         if cache is not None:
             cache.length += tokens.size(1)
         return norm(x)
@@ -339,9 +341,10 @@ def rope_tables(
     context: int, head_width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, D / 2] of the rotary embedding."""
-    frequency = ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
-    angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency).unsqueeze(1)
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    count = functools.partial(torch.arange, dtype=torch.float64, device=device)
+    frequency = ROPE_BASE ** (-count(0, head_width, 2) / head_width)
+    angle = torch.outer(count(context), frequency).unsqueeze(1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 # --- what follows from the config alone ----------------------------------------------------------

@@ -84,7 +84,7 @@ def _presets() -> dict[str, Preset]:
                 "ensemble": dataclasses.replace(ensemble, batch_tokens=131_072),
             }),
             epochs=64,
-            runtime=Runtime(threads=0, micro_batch=32, compile=True, keep_weights=True),
+            runtime=Runtime(threads=0, compile=True, keep_weights=True),
         ),
         Preset(
             name="paper",
@@ -100,7 +100,7 @@ def _presets() -> dict[str, Preset]:
             ),
             methods=_family(reference),
             epochs=256,
-            runtime=Runtime(threads=0, micro_batch=2, compile=True, keep_weights=True),
+            runtime=Runtime(threads=0, compile=True, keep_weights=True),
         ),
     ]  # fmt: skip
     return {study.name: study for study in studies}

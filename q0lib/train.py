@@ -10,16 +10,16 @@ from tqdm import tqdm
 from q0lib import (
     config,
     corpus,
-    distill,
     evaluate,
     lessons,
+    memory,
     population,
     provenance,
     runtime,
     student,
 )
 from q0lib.checkpoint import Checkpoint
-from q0lib.model import forward_flops, layer_passes, parameter_count
+from q0lib.model import forward_flops, parameter_count
 from q0lib.runtime import Stopped
 from q0lib.trajectory import Trajectory, planned_cycles
 
@@ -46,7 +46,7 @@ def train_population(
         FloatingPointError: the loss is no longer finite.
     """
     directory = directory or run.directory
-    runtime.device(run.runtime.device)
+    run = memory.fitted(run)
     text = text or corpus.load(run.corpus)
     if run.teaching is not None:
         student.check(run.teaching, text)
@@ -201,14 +201,12 @@ def _check_code(run: config.Run, held: dict[str, Any], where: Path) -> None:
     warnings.warn(f"{what}; members of both will be mixed", stacklevel=3)
 
 
-def estimate(run: config.Run) -> dict[str, float]:
+def estimate(run: config.Run, kind: str = "") -> dict[str, float]:
     """What a run will need, before it is started: parameters, training tokens, FLOPs, memory.
 
     `flops` counts student and teacher passes, not evaluation; `taught` is the share of training
-    that has a teacher. `memory` is bytes on the device, roughly: weights, gradients, optimizer
-    state, average and teacher; the copies of weights in bf16 that each layer pass keeps for its
-    gradient; some 50 bytes of activations a token of a micro-batch, layer pass and unit of width;
-    and six chunks of logits.
+    that has a teacher; `memory` is bytes on the run's device, or on another `kind`: see
+    `memory.training`.
     """
     model, method = run.model, run.method
     generated = run.teaching.generated_tokens if run.teaching is not None else 0
@@ -222,18 +220,11 @@ def estimate(run: config.Run) -> dict[str, float]:
             teacher *= min(1.0, method.packings / (run.epochs / run.trajectories))
     own = (1 - method.loop_from) * forward_flops(model, True, multi_token=True)
     own += method.loop_from * forward_flops(model, False, multi_token=True)
-    parameters = parameter_count(model)
-    vocabulary = 2 * model.vocab_size * model.width
-    fixed = 12 * parameters + 4 * vocabulary  # weights, gradients, momentum; AdamW keeps two
-    fixed += 4 * parameters * (method.ema_fraction > 0) + 2 * parameters * (taught > 0)
-    fixed += parameters * len(layer_passes(model)) // model.layers * 2
-    rows = run.runtime.micro_batch or method.batch_tokens // model.context
-    active = 50 * rows * model.context * model.width * len(layer_passes(model))
-    active += 6 * 4 * min(distill.GPU_CHUNK_ELEMENTS, rows * model.context * model.vocab_size)
+    kind = kind or runtime.device(run.runtime.device).type
     return {
-        "parameters": parameters,
+        "parameters": parameter_count(model),
         "tokens": tokens,
         "taught": taught,
         "flops": tokens * (3 * own + taught * teacher),
-        "memory": fixed + active,
+        "memory": memory.training(run, kind, taught > 0),
     }

@@ -59,7 +59,7 @@ def problem(tokens=40, width=12, vocab=70, scale=3.0, seed=0, softcap=15.0, teac
 @pytest.mark.parametrize("taught", [0, 1, 2])
 @pytest.mark.parametrize("chunk", [1 << 17, 70 * 7])
 def test_loss_and_gradients_match_autograd(softcap, taught, chunk, monkeypatch):
-    monkeypatch.setattr(distill, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(distill, "CHUNK_ELEMENTS", chunk)
     hidden, head, targets, lesson = problem(softcap=softcap, teachers=max(taught, 1))
     targets[3] = distill.IGNORED
     teacher = lesson if taught else None
