@@ -137,7 +137,7 @@ class LanguageModel:
         self.document_chars = document_chars
         self.context = members[0].config.context
         self.device = members[0].head.weight.device
-        self.end: int = tokenizer.token_to_id(corpus.END_OF_TEXT)
+        self.end = int(tokenizer.token_to_id(corpus.END_OF_TEXT) or 0)  # it is there: `load`
 
     # --- text ----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 
-from q0lib import distill
+from q0lib import distill, runtime
 from q0lib.language_model import LanguageModel
 
 MIXING = "token", "sequence"
@@ -30,22 +30,32 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 class Scorer(TemplateLM):
     """`model` for lm-evaluation-harness; a mixture is mixed by "token" or by "sequence".
 
+    `precision` is that of the hidden states, "fp32" or "bf16"; probabilities are fp32.
+
     Every context begins with <|endoftext|>, as documents did in training; an empty one is that
     token alone. What does not fit is cut on the left. Requests that tokenise alike are scored once,
     for as long as the scorer lives.
 
     Raises:
-        ValueError: another way of mixing.
+        ValueError: another way of mixing, or precision.
     """
 
     def __init__(
-        self, model: LanguageModel, mixing: str = "token", *, progress: bool = True
+        self,
+        model: LanguageModel,
+        mixing: str = "token",
+        precision: str = "fp32",
+        *,
+        progress: bool = True,
     ) -> None:
         super().__init__()
-        if mixing not in MIXING:
-            raise ValueError(f"mixing must be one of {MIXING}, got {mixing!r}")
+        for name, value, known in (
+            ("mixing", mixing, MIXING), ("precision", precision, tuple(runtime.DTYPES))
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
         self.model, self.mixing, self.progress = model, mixing, progress
-        self._device = model.device
+        self._device, self._dtype = model.device, runtime.DTYPES[precision]
         # Tokens of a forward pass: as many as a held-out batch has on the CPU, more where that is
         # what keeps the device busy.
         self._tokens_at_once = (16 if model.device.type == "cpu" else 64) * model.context
@@ -65,6 +75,12 @@ class Scorer(TemplateLM):
         """Token ids of a text, <|endoftext|> before them unless `add_special_tokens` is False."""
         ids = self.model.encoded(string).tolist()
         return ids[1:] if add_special_tokens is False else ids
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """log p of each continuation, nats, and whether it is what the mixture would write."""
+        return super().loglikelihood(requests, disable_tqdm=True)  # the bar of `_score` says more
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -150,7 +166,8 @@ class Scorer(TemplateLM):
         asked = torch.tensor(targets, device=device)
         place = torch.tensor(rows, device=device), torch.tensor(columns, device=device)
         lengths = [len(scored) for _, scored in batch]
-        hidden = [member(block.to(device))[place] for member in self.model.members]
+        block = block.to(device)
+        hidden = [member(block, self._dtype)[place] for member in self.model.members]
         said, greedy = self._mixed(hidden, asked, lengths)
         for log_p, first in zip(said.split(lengths), greedy.split(lengths), strict=True):
             total = log_p.sum() if self.mixing == "token" else log_p[-1] if len(log_p) else 0.0

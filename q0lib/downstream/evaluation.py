@@ -42,13 +42,14 @@ def evaluate(
     include: Path | str | None = None,
     limit: int | None = None,
     mixing: str = "token",
+    precision: str = "fp32",
     progress: bool = True,
 ) -> pd.DataFrame:
     """Run `tasks` on a model, one after the other, and keep every answer in `folder`.
 
     Tasks are names that lm-evaluation-harness knows, groups among them, or those of the task folder
     `include`. A task that `folder` has from before is not run again. `limit` takes the first items
-    of each only; `mixing` as in `adapter.Scorer`.
+    of each only; `mixing` and `precision` as in `adapter.Scorer`.
 
     Returns a row a task and metric: task, metric, value, se (of the mean over items), chance (of a
     guess, nan where there is no choice), items. A group has the plain mean over its tasks.
@@ -64,10 +65,11 @@ def evaluate(
         raise ValueError(f"limit must be >= 1, got {limit}")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    _claim(target, model, include, limit, mixing)
+    settings = {"limit": limit, "mixing": mixing, "precision": precision}
+    _claim(target, model, include, settings)
     with _quiet():
         groups, manager = _known(tasks, include)
-        scorer = Scorer(model, mixing, progress=progress)
+        scorer = Scorer(model, mixing, precision, progress=progress)
         names = [name for members in groups.values() for name in members]
         with tqdm(names, desc="tasks", unit="task", disable=not progress) as bar:
             for name in bar:
@@ -259,9 +261,7 @@ def _known(names: Sequence[str], include: Path | str | None) -> tuple[dict[str, 
     return groups, manager
 
 
-def _claim(
-    folder: Path, model: LanguageModel, include: Path | str | None, limit: int | None, mixing: str
-) -> None:
+def _claim(folder: Path, model: LanguageModel, include: Path | str | None, settings: dict) -> None:
     """Make sure that what is in `folder` was answered by this model, of these items."""
     digest = hashlib.sha256(json.dumps(model.weights).encode())
     for member in model.members:
@@ -270,8 +270,7 @@ def _claim(
     made = hashlib.sha256()
     for path in sorted(Path(include).glob("*.jsonl")) if include else []:
         made.update(path.name.encode() + path.read_bytes())
-    ours = {"model": digest.hexdigest()[:16], "made_tasks": made.hexdigest()[:16],
-            "limit": limit, "mixing": mixing}  # fmt: skip
+    ours = {"model": digest.hexdigest()[:16], "made_tasks": made.hexdigest()[:16], **settings}
     path = folder / "about.json"
     if path.exists():
         theirs = files.read_json(path)
@@ -316,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--k", type=int, help="of a run: the K members that are chosen greedily")
     parser.add_argument("--member", help="of a run: one member, its number or best")
     parser.add_argument("--mixing", default="token", help="of a mixture: token (default), sequence")
+    parser.add_argument("--precision", default="fp32", help="fp32 (default) or bf16")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, ...")
     parser.add_argument("--against", type=Path, help="another model's folder of answers")
     given = parser.parse_args(argv)
