@@ -64,11 +64,10 @@ def evaluate(
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be >= 1, got {limit}")
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     settings = {"limit": limit, "mixing": mixing, "precision": precision}
-    _claim(target, model, include, settings)
     with _quiet():
         groups, manager = _known(tasks, include)
+        _claim(target, model, include, settings)
         scorer = Scorer(model, mixing, precision, progress=progress)
         names = [name for members in groups.values() for name in members]
         with tqdm(names, desc="tasks", unit="task", disable=not progress) as bar:
@@ -247,7 +246,7 @@ def _known(names: Sequence[str], include: Path | str | None) -> tuple[dict[str, 
     manager = TaskManager(include_path=folder)
     for name in others:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            near = difflib.get_close_matches(name, [*own_tasks.NAMES, *manager.all_tasks], n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ValueError(f"lm-evaluation-harness knows no task {name!r}{hint}")
     try:
@@ -272,6 +271,7 @@ def _claim(folder: Path, model: LanguageModel, include: Path | str | None, setti
         made.update(path.name.encode() + path.read_bytes())
     ours = {"model": digest.hexdigest()[:16], "made_tasks": made.hexdigest()[:16], **settings}
     path = folder / "about.json"
+    folder.mkdir(parents=True, exist_ok=True)
     if path.exists():
         theirs = files.read_json(path)
         if differing := [name for name, value in ours.items() if theirs.get(name) != value]:

@@ -26,10 +26,12 @@ def tables(
     tasks: Sequence[str],
     *,
     include: Path | str | None = None,
+    answers: str = "evaluation",
     progress: bool = True,
 ) -> dict[str, pd.DataFrame]:
     """What every model of the part "downstream" answers; what was answered before is not asked
-    again. Tasks are those of `downstream.evaluation`, and those made from text: of the test text.
+    again: it lies in `answers` within each run directory, a folder for each set of tasks. Tasks are
+    those that `downstream.evaluation` knows, those made from text are made from the test text.
 
     downstream: a row a (method, k, seed, task): metric, accuracy, se (items of one document taken
     together), chance, items; tokens (of training), test (loss, nats per token); run, commit. Method
@@ -47,7 +49,7 @@ def tables(
         whole = load(run)
         method = REFERENCE if each.label.startswith("width") else each.label.partition(",")[0]
         for part, choice, chosen in _read(whole):
-            folder = run.directory / "evaluation" / f"{choice}-{chosen.k}"
+            folder = run.directory / answers / f"{choice}-{chosen.k}"
             known = evaluation.evaluate(
                 language_model.mixed(part, chosen), tasks, folder, include=include or made,
                 precision=run.precision, progress=progress,
@@ -63,12 +65,12 @@ def tables(
                      "tokens": run.corpus.train_tokens, "test": loss, **mixtures.origin(whole)}
                 )  # fmt: skip
                 if (folder / f"{task}.samples.jsonl").exists():  # a group has none of its own
-                    answers = evaluation.samples(folder, task)
+                    kept = evaluation.samples(folder, task)
                     if not any(i["method"] == "documents" and i["task"] == task for i in items):
-                        said = " ".join(map(str, answers.document))
+                        said = " ".join(map(str, kept.document))
                         items.append({"method": "documents", "k": 0, "seed": -1, "task": task,
                                       "tokens": 0, "answers": said})  # fmt: skip
-                    right = "".join("1" if value else "0" for value in answers[metric])
+                    right = "".join("1" if value else "0" for value in kept[metric])
                     items.append({**name, "tokens": run.corpus.train_tokens, "answers": right})
     columns = ["method", "k", "seed", "tokens", "task", "answers"]
     return {"downstream": pd.DataFrame(rows), "downstream_items": pd.DataFrame(items)[columns]}
