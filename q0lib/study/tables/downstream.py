@@ -41,17 +41,16 @@ def tables(
     """
     rows: list[dict] = []
     items: list[dict] = []
-    made: Path | None = None
     for each, run in found:
-        if made is None and set(tasks) & set(own_tasks.NAMES):
-            made = paths.CACHE / "tasks" / run.preset
-            own_tasks.write(made, held_out_documents(preset_of(run.preset).corpus))
+        if include is None and set(tasks) & set(own_tasks.NAMES):
+            include = paths.CACHE / "tasks" / run.preset
+            own_tasks.write(include, held_out_documents(preset_of(run.preset).corpus))
         whole = load(run)
         method = REFERENCE if each.label.startswith("width") else each.label.partition(",")[0]
         for part, choice, chosen in _read(whole):
             folder = run.directory / answers / f"{choice}-{chosen.k}"
             known = evaluation.evaluate(
-                language_model.mixed(part, chosen), tasks, folder, include=include or made,
+                language_model.mixed(part, chosen), tasks, folder, include=include,
                 precision=run.precision, progress=progress,
             )  # fmt: skip
             loss = ensemble.mixture_nll(chosen.weights, part.P["test"])
