@@ -3,6 +3,7 @@
     python -m q0lib my_text.jsonl --out model/        trains a population, leaves a model folder
     python -m q0lib generate model/ --prompt "..."    writes text
     python -m q0lib score model/ my_text.txt          loss, perplexity and bits per byte of a text
+    python -m q0lib evaluate model/ --tasks piqa,blimp   downstream tasks, answer by answer
     python -m q0lib export RUN_DIRECTORY --out model/ a run's member, or mixture, as a model folder
 
 `python -m q0lib <command> --help` says the rest of each.
@@ -12,7 +13,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = "generate", "score", "export"
+COMMANDS = {
+    "generate": "q0lib.generate",
+    "score": "q0lib.score",
+    "evaluate": "q0lib.downstream.evaluation",
+    "export": "q0lib.export",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     name = arguments[0]
     if name in COMMANDS:
-        return importlib.import_module(f"q0lib.{name}").main(arguments[1:])
+        return importlib.import_module(COMMANDS[name]).main(arguments[1:])
     return importlib.import_module("q0lib.own_text").main(arguments)
 
 

@@ -115,6 +115,21 @@ def _open(corpus: config.Corpus, folder: Path) -> Text:
     return Text(corpus, splits, about["vocab_size"], read_tokenizer(folder / "tokenizer.json"))
 
 
+def held_out_documents(corpus: config.Corpus, split: str = "test") -> list[str]:
+    """The whole documents of a held-out pool, of which its split is the first so-many tokens.
+
+    Raises:
+        ValueError: `split` is not held out; and as `load`.
+    """
+    if split not in HELD_OUT:
+        raise ValueError(f"split must be one of {HELD_OUT}, got {split!r}")
+    text = load(corpus)
+    folder = paths.CACHE / _cache_name(corpus)
+    starts = np.load(folder / f"{split}.starts.npy")
+    pool = np.memmap(folder / f"{split}.bin", dtype=text[split].tokens.dtype, mode="r")
+    return [text.tokenizer.decode(each[1:].tolist()) for each in np.split(pool, starts[1:])]
+
+
 def _cache_name(corpus: config.Corpus) -> str:
     """A folder name for the pools: budgets are no part of it, unless they bound a stream."""
     facts = dataclasses.asdict(corpus) | {"format": FORMAT}
@@ -176,7 +191,7 @@ def _hub(name: str, subset: str | None) -> Iterable[dict]:
     import datasets
 
     try:
-        _reach_hub()
+        reach_hub()
         return datasets.load_dataset(name, subset, split="train", streaming=True)
     except (ConnectionError, OSError) as error:
         raise ConnectionError(
@@ -185,7 +200,7 @@ def _hub(name: str, subset: str | None) -> Iterable[dict]:
         ) from error
 
 
-def _reach_hub() -> None:
+def reach_hub() -> None:
     """One quick look for the hub's address, where the client would retry for half a minute."""
     import socket
     import urllib.request
@@ -240,7 +255,7 @@ def _pretrained(name: str) -> tokenizers.Tokenizer:
     if Path(name).is_file():
         return read_tokenizer(Path(name))
     try:
-        _reach_hub()
+        reach_hub()
         return _for_plain_text(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:
         raise ConnectionError(

@@ -136,7 +136,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         entropy = torch.zeros_like(loss)
-        for part in _chunks(hidden, head):
+        for part in chunks(hidden, head):
             x, target = hidden[part], targets[part].unsqueeze(1)
             share = (target != IGNORED).float() / total  # [n, 1]: what a token weighs
             target = target.clamp(min=0)
@@ -169,7 +169,8 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden * grads[0].to(grad_hidden.dtype), grad_head * grads[0], *[None] * 4
 
 
-def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:
+def chunks(hidden: Tensor, head: Tensor) -> list[slice]:
+    """Parts of hidden states [N, D] whose logits, by a head [V, D], fit into memory at once."""
     elements = CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     size = max(1, elements // head.size(0))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
@@ -217,7 +218,7 @@ def token_log_probs(
     """log p of each target in nats, fp32 [N]; hidden [N, D], head [V, D], targets [N]."""
     weight = head.to(hidden.dtype)
     parts = []
-    for part in _chunks(hidden, head):
+    for part in chunks(hidden, head):
         capped, _ = _capped_logits(hidden[part], weight, softcap)
         chosen = capped.gather(1, targets[part].unsqueeze(1)).squeeze(1)
         parts.append(chosen - capped.logsumexp(-1))

@@ -58,7 +58,7 @@ def write(
     target = Path(folder)
     if target.exists() and not (target.is_dir() and (is_model(target) or not any_in(target))):
         raise ValueError(f"{target} is there and is no exported model: name another folder")
-    chosen = _by_directory(population) if chosen is None else chosen
+    chosen = by_directory(population) if chosen is None else chosen
     weights = prior.check_weights(chosen.weights, len(population))
     members = [int(member) for member in chosen.members if weights[member] > 0]
     shape = dataclasses.replace(population.run.model, multi_token=False)  # its block only trains
@@ -125,7 +125,7 @@ def exported_source(path: str) -> str:
     return text
 
 
-def _by_directory(population: Population) -> prior.Selection:
+def by_directory(population: Population) -> prior.Selection:
     """How the run directory mixes its members, as a selection of these."""
     held = population.keep_mixture()
     at = population.members[["trajectory", "cycle"]].itertuples(index=False, name=None)

@@ -15,8 +15,9 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from tqdm import tqdm
 
-from q0lib import config, corpus, export, files, readers, runtime
+from q0lib import config, corpus, export, files, prior, readers, runtime
 from q0lib.model import GPT, Cache, mixed_logits
+from q0lib.population import Population
 
 SAMPLING = "mixture", "member"
 _ROWS = 16  # windows scored at a time
@@ -99,6 +100,26 @@ def load(folder: Path | str, device: str = "auto") -> "LanguageModel":
     return LanguageModel(members, weights, tokenizer, chars)
 
 
+def mixed(
+    population: Population, chosen: prior.Selection | None = None, device: str = "auto"
+) -> "LanguageModel":
+    """A population whose weights were kept as a model, mixed as `export.write` would mix it.
+
+    Raises:
+        FileNotFoundError: the weights of a member were not kept.
+        ValueError: a selection of other members.
+    """
+    chosen = export.by_directory(population) if chosen is None else chosen
+    weights = prior.check_weights(chosen.weights, len(population))
+    kept = [int(member) for member in chosen.members if weights[member] > 0]
+    where = str(runtime.device(device))
+    members = [population.model(member, where).requires_grad_(False) for member in kept]
+    run = population.run
+    return LanguageModel(
+        members, [float(weights[i]) for i in kept], population.tokenizer, run.corpus.document_chars
+    )
+
+
 class LanguageModel:
     """`members` of one shape, mixed in probability by `weights`, and their tokenizer.
 
@@ -116,7 +137,7 @@ class LanguageModel:
         self.document_chars = document_chars
         self.context = members[0].config.context
         self.device = members[0].head.weight.device
-        self._end = tokenizer.token_to_id(corpus.END_OF_TEXT)
+        self.end = int(tokenizer.token_to_id(corpus.END_OF_TEXT) or 0)  # it is there: `load`
 
     # --- text ----------------------------------------------------------------------------------
 
@@ -160,7 +181,7 @@ class LanguageModel:
         ):
             if not holds:
                 raise ValueError(f"{name} must be {allowed}, got {value!r}")
-        ids = self._encoded(prompt).tolist()
+        ids = self.encoded(prompt).tolist()
         if len(ids) > self.context:
             warnings.warn(
                 f"the prompt has {len(ids)} tokens, the model sees {self.context}: it is cut on "
@@ -189,7 +210,7 @@ class LanguageModel:
             mixed = readers_of[drawn].next_logits(ids, start)
             allowed = mixed[: self.tokenizer.get_vocab_size()].cpu()  # heads may be wider
             token = draw(allowed, temperature, top_k, top_p, generator)
-            if token == self._end:
+            if token == self.end:
                 return
             ids.append(token)
             if piece := decoder.step(self.tokenizer, token):
@@ -203,7 +224,7 @@ class LanguageModel:
         Raises:
             ValueError: there is no text.
         """
-        ids = self._encoded(text)
+        ids = self.encoded(text)
         if len(ids) < 2:
             raise ValueError("there is no text to score")
         (log_p,) = self._log_probs([ids])
@@ -239,7 +260,8 @@ class LanguageModel:
             raise ValueError("there is no text to score")
         return Loss(nats, tokens, size, count)
 
-    def _encoded(self, text: str) -> np.ndarray:
+    def encoded(self, text: str) -> np.ndarray:
+        """The token ids of a document, int64 [n], <|endoftext|> before them."""
         return next(corpus.encoded([text], self.tokenizer, "int64"))[0]
 
     @torch.no_grad()

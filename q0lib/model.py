@@ -296,7 +296,10 @@ class GPT(nn.Module):
         Of the `last` so many tokens (0: of all); see `forward` for `cache`. Whole logits are for
         reading and generating; the losses in `distill` never hold them.
         """
-        hidden = self(tokens, dtype, cache=cache)[:, -last:]
+        return self.read_out(self(tokens, dtype, cache=cache)[:, -last:])
+
+    def read_out(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V], soft-capped, fp32, of final hidden states [..., width]."""
         logits, cap = self.head(hidden).float(), self.config.softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

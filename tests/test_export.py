@@ -166,7 +166,7 @@ def test_transformers_loads_it_where_q0lib_is_not(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     ours = q0lib.load(folder, device="cpu")
-    ids = ours._encoded(TEXT).tolist()
+    ids = ours.encoded(TEXT).tolist()
     assert said["ids"] == ids, "with <|endoftext|> before the text, and as text in it"
     assert ids.count(0) == 1
     assert said["back"] == TEXT

@@ -155,7 +155,7 @@ def test_the_documents_of_a_file_are_scored_each_for_itself(several, tmp_path):
 
 def test_text_is_the_likeliest_of_the_whole_prefix_far_beyond_the_context(several):
     """Greedy text is what members without a cache say, window by window."""
-    ids = several._encoded("We the people").tolist()
+    ids = several.encoded("We the people").tolist()
     expected: list[int] = []
     for _ in range(90):
         seen = ids[window_start(len(ids), 32) :]
@@ -187,7 +187,7 @@ def test_a_seed_decides_and_other_seeds_differ(several):
 def test_pieces_are_whole_characters(several, monkeypatch):
     """The bytes of one character come in several tokens; nothing is shown before its last."""
     text = "naïve 政府 🦉 end"
-    ids = several._encoded(text).tolist()[1:]
+    ids = several.encoded(text).tolist()[1:]
     assert len(ids) > len(text) / 2
     from q0lib import language_model
 
@@ -212,7 +212,7 @@ def test_tokens_are_drawn_as_the_mixture_says(several, sampling, monkeypatch):
     monkeypatch.setattr(language_model, "draw", noted)
     for seed in range(700):
         several.generate("A", 2, seed=seed, sampling=sampling)
-    ids = several._encoded("A").tolist()
+    ids = several.encoded("A").tolist()
     for seen, tokens in ((ids, drawn[::2]), ([*ids, 65], drawn[1::2])):
         p = np.exp(unkept_log_probs(several, seen))[: several.tokenizer.get_vocab_size()]
         p /= p.sum()

@@ -26,6 +26,7 @@ PARTS = (
     "small",
 )  # fmt: skip
 STUDENTS = "student", "student_tuning"  # beyond the paper: who teaches, and whom
+DOWNSTREAM = "downstream"  # those that are asked downstream tasks, with their weights
 # What is chosen by one seed is trained for one alone.
 ONE_SEED = ("tuning", "splits", "reference_sizes", "tuned_reference", "student_tuning")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
@@ -59,6 +60,10 @@ class Extent:
     # ... that fixed their recipe, or tell what it forgives: teachers, k, epochs, fields (among them
     # generated_tokens, that the teachers write). One seed.
     student_trials: tuple[tuple[str, int, float, str], ...] = ()
+    # Models that are asked downstream tasks, beside the main part's ensembles and q0's first
+    # trajectory: epochs of the single model, multiples for the one-epoch reference (of the last of
+    # the sizes), and of the lines above the student.
+    downstream: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Where the last of the sizes is known to be the best, at every multiple of one seed: as far as
     # this one, beyond what any method is worth, other seeds train it alone. 0: not known.
     settled_to: int = 0
@@ -182,7 +187,8 @@ def experiments(
     base, extent = presets.load(preset), load(preset)
     known = {"tuning": _tuning, "main": _main, "splits": _splits, "ablation": _ablations,
              **dict.fromkeys(("reference", "reference_sizes", "tuned_reference"), _reference),
-             "small": _small, **dict.fromkeys(STUDENTS, _student)}  # fmt: skip
+             "small": _small, DOWNSTREAM: _downstream,
+             **dict.fromkeys(STUDENTS, _student)}  # fmt: skip
     for part in parts:
         if part not in known:
             raise ValueError(f"unknown part {part!r}, known: {', '.join(known)}")
@@ -293,6 +299,32 @@ def _small(extent: Extent, base: config.Preset) -> list[Experiment]:
             for label, method, shape in shapes
         ]  # fmt: skip
     return found
+
+
+def _downstream(extent: Extent, base: config.Preset) -> list[Experiment]:
+    """Who is asked downstream tasks, with weights; a population is the one that a student has."""
+    if not (asked := extent.downstream):
+        return []
+    size = extent.sizes[-1]
+    longest = max(epochs for _, epochs in extent.q0)
+    found = [
+        Experiment(DOWNSTREAM, "single", "single", asked["single"]),
+        Experiment(DOWNSTREAM, "ensemble", "ensemble", extent.ensemble),
+        Experiment(DOWNSTREAM, "distilled_ensemble", "distilled_ensemble", extent.ensemble),
+        Experiment(DOWNSTREAM, "q0", "q0", longest, ("q0.trajectories=1",)),
+    ]
+    for multiple in asked["multiples"]:
+        shape = (f"corpus.train_tokens={multiple * base.corpus.train_tokens}",
+                 *(f"model.{name}={n}" for name, n in size.items()))  # fmt: skip
+        label = f"width {size['width']}, {multiple}x tokens"
+        found.append(Experiment(DOWNSTREAM, label, "single", 1.0, (*shape, *extent.recipe)))
+    found += [
+        dataclasses.replace(each, part=DOWNSTREAM)
+        for each in _student(extent, base)
+        if each.label == asked.get("student")
+    ]
+    kept = "runtime.keep_weights=true"
+    return [dataclasses.replace(each, overrides=(*each.overrides, kept)) for each in found]
 
 
 def _student(extent: Extent, base: config.Preset) -> list[Experiment]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from q0lib import command, config, paths, population
 from q0lib.study import plan
-from q0lib.study.plan import ONE_SEED, PARTS, STUDENTS, Experiment
+from q0lib.study.plan import DOWNSTREAM, ONE_SEED, PARTS, STUDENTS, Experiment
 from q0lib.sweeps import sweep
 from q0lib.train import estimate
 
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--parts",
         nargs="+",
         default=list(PARTS),
-        help=f"of {', '.join(PARTS + STUDENTS)}; by default all but the last two",
+        help=f"of {', '.join((*PARTS, *STUDENTS, DOWNSTREAM))}; by default all but the last three",
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--train", action="store_true", help="train what is missing")

@@ -14,6 +14,7 @@ WRITTEN_BY = {
     **dict.fromkeys(("small_budgets", "splits"), "06_allocation"),
     **dict.fromkeys(("runs", "tuning", "summary"), "measured_study"),
     **dict.fromkeys(("students", "student_documents", "student_tuning"), "08_student"),
+    **dict.fromkeys(("downstream", "downstream_items"), "07_downstream"),
     "epoch_multipliers": "04_epoch_efficiency",
 }
 
