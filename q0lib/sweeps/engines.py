@@ -217,10 +217,11 @@ class Ray:
             raise ValueError(
                 f"no node of the Ray cluster has {self.cores} cores and {gpus:g} GPUs for a run"
             )
-        looked = ray.remote(_differs).options(num_cpus=0)
+        looked = ray.remote(_differs)
         refs = [
             looked.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
             ).remote(here, beacons)
             for node in able
         ]

@@ -9,14 +9,17 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import nbformat
 import pandas as pd
 import psutil
 import pytest
-from tiny import tiny_overrides, tiny_study
+from nbformat.v4 import new_code_cell, new_notebook
+from tiny import tiny_overrides
 
-from q0lib import files, paths, population
+from q0lib import files, paths, population, train
 from q0lib.study import plan, runs
 from q0lib.sweeps import engines, sweep
 from q0lib.sweeps import notebook as nb
@@ -47,22 +50,23 @@ def test_a_second_driver_is_refused_while_the_first_is_alive(tmp_path):
 def test_a_silent_driver_is_taken_over_and_finds_out(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "BEAT", 0.05)
     beat = tmp_path / engines.OWNER
-    with pytest.raises(RuntimeError, match="another driver has taken over"), \
-            engines._owned([tmp_path]) as (first, check):  # fmt: skip
-        monkeypatch.setattr(engines, "STALE", -1.0)
-        with engines._owned([tmp_path]) as (second, still):
-            assert second != first
+    first = engines._owned([tmp_path])
+    name, check = first.__enter__()
+    monkeypatch.setattr(engines, "STALE", -1.0)
+    with engines._owned([tmp_path]) as (second, still):
 
-            def lost() -> bool:
-                try:
-                    check()
-                except RuntimeError:
-                    return True
-                return False
+        def lost() -> bool:
+            try:
+                check()
+            except RuntimeError as error:
+                return "another driver has taken over" in str(error)
+            return False
 
-            wait(lost)
-            still()
-            assert json.loads(beat.read_text())["driver"] == second
+        wait(lost)
+        still()
+        with pytest.raises(RuntimeError, match="another driver has taken over"):
+            first.__exit__(None, None, None)
+        assert json.loads(beat.read_text())["driver"] == second != name
     assert not beat.exists()
 
 
@@ -106,7 +110,7 @@ def test_options_of_ray_need_ray():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head without cores and two nodes of one core each, on this machine."""
+    """A head without cores and two nodes for one run of two cores each, on this machine."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -118,33 +122,165 @@ def cluster():
         patched.setenv("RAY_TMPDIR", folder)
         patched.setenv("PYTHONPATH", nb.python_path())
         there = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-        there.added = [there.add_node(num_cpus=1, **small) for _ in range(2)]
+        there.added = [there.add_node(num_cpus=2, **small) for _ in range(2)]
         yield there
         ray.shutdown()
         there.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def children_of(name: str) -> list[psutil.Process]:
-    """Processes whose command line has `name` in it."""
-    found = []
+OVERRIDES = ["q0.trajectories=2", "q0.epochs_per_cycle=20", "q0.horizon=20", "runtime.threads=1",
+             "runtime.checkpoint_seconds=0.2"]  # fmt: skip
+
+
+def point(trajectory: int) -> psutil.Process | None:
+    """The process that runs the point of a trajectory; a worker of Ray is its parent."""
     for process in psutil.process_iter(["cmdline"]):
-        if any(name in word for word in process.info["cmdline"] or []):
-            found.append(process)
-    return found
+        words = process.info["cmdline"] or [""]
+        if f'"trajectory": {trajectory}' in words[-1] and process.status() != "zombie":
+            return process
+    return None
 
 
-def tiny_ensemble():
-    return tiny_study(0, *OVERRIDES).run("ensemble", 120)
+def end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-OVERRIDES = ["ensemble.epochs_per_cycle=40", "runtime.threads=2", "runtime.checkpoint_seconds=0.2"]
+def checksums(folder: Path) -> dict[str, str]:
+    """Of the probabilities of every member; those of the run's weights are not kept."""
+    members = sorted(folder.glob("t*/c????.safetensors"))
+    return {str(path.relative_to(folder)): files.open_tensors(path)[1]["crc32"] for path in members}
 
 
-def rows(run, folder: Path) -> dict:
-    """The checksum of every member's probabilities, and under what runtime they came to be."""
-    found = {}
-    for path in sorted(folder.glob("t*/c*.safetensors")):
-        _, about = files.open_tensors(path)
-        found[f"{path.parent.name}/{path.name}"] = about["crc32"], json.loads(about["record"])
-    return found
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """A folder like the checkout, for this process and for those of the nodes."""
+    (tmp_path / "notebooks").symlink_to(paths.NOTEBOOKS)
+    monkeypatch.setenv("Q0_ROOT", str(tmp_path))
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "data/runs")
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "data/cache")
+    return tmp_path
+
+
+def test_what_a_lost_worker_and_a_lost_node_were_training_is_trained_to_the_same_bits(
+    cluster, root, monkeypatch, capsys
+):
+    overrides = (*tiny_overrides(), *OVERRIDES)
+    each = plan.Experiment("main", "two", "q0", 160, overrides)
+    run = each.run("quick", 0)
+    assert (run.trajectories, run.cycles) == (2, 4)
+    train.train_population(run, directory=root / "here", progress=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")  # so that Ray has its say
+    kept, raised = {}, []
+
+    def driver() -> None:
+        try:
+            runs.train([each], "quick", [0], engine=engines.Ray(cluster.address, cores=2))
+        except BaseException as error:
+            raised.append(error)
+
+    def member(trajectory: int, cycle: int) -> Path:
+        return population.member_path(run.directory, trajectory, cycle)
+
+    driving = threading.Thread(target=driver)
+    driving.start()
+    wait(lambda: member(0, 0).exists() or raised)
+    assert not raised
+    kept[0] = member(0, 0).stat().st_ino
+    point(0).parent().kill()  # a worker: what it started saves and leaves
+    wait(lambda: member(1, 0).exists())
+    kept[1] = member(1, 0).stat().st_ino
+    lost = point(1)
+    raylet = lost.parent().parent().pid
+    node = next(n for n in cluster.added if n.all_processes["raylet"][0].process.pid == raylet)
+    end([lost.parent(), lost, *lost.children(recursive=True)])  # as when the power fails
+    cluster.remove_node(node, allow_graceful=False)
+    assert not member(0, 3).exists(), "there must be something left to lose"
+    assert not member(1, 3).exists()
+    driving.join()
+    assert raised == []
+    assert checksums(run.directory) == checksums(root / "here")
+    assert {t: member(t, 0).stat().st_ino for t in (0, 1)} == kept, "from a checkpoint, not anew"
+    assert population.is_complete(run)
+    assert (run.directory / "mixture.json").exists()
+    runtimes = {record["runtime"] for record in population.records(run.directory)}
+    assert runtimes == {"device cpu, threads 1, micro_batch 0, compile False"}, "and not Ray's 2"
+    assert "done in" in capsys.readouterr().out
+    assert not list(root.rglob(engines.OWNER))
+    cluster.added = [n for n in cluster.added if n is not node]
+
+
+TELLING = """
+import os, sys, time
+if mode == "raises":
+    raise ValueError("no such corpus")
+if mode == "killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_statuses_reasons_and_exit_status_are_those_of_this_machine(cluster, tmp_path, capsys):
+    parameters = new_code_cell("mode = 'works'", metadata={"tags": ["parameters"]})
+    nbformat.write(new_notebook(cells=[parameters, new_code_cell(TELLING)]), tmp_path / "n.ipynb")
+    command = [str(tmp_path / "n.ipynb"), "-g", "mode=works,raises,killed"]
+    tables, statuses = [], []
+    for options in (["--jobs", "2"], ["--engine", "ray", "--address", cluster.address]):
+        out = tmp_path / options[-1].replace(":", "-")
+        statuses.append(sweep.main([*command, "--out", str(out), *options]))
+        table = pd.read_csv(out / "sweep.csv", keep_default_na=False)
+        tables.append(table[["mode", "status", "reason"]])
+        assert (table.seconds > 0).all()
+    assert statuses == [1, 1]
+    pd.testing.assert_frame_equal(*tables)
+    assert tables[0].status.tolist() == ["done", "failed", "failed"]
+    assert capsys.readouterr().out.count("1 done, 2 failed, 0 skipped") == 2
+
+
+def test_a_cluster_without_room_for_a_run_is_refused_before_anything_runs(cluster, tmp_path):
+    for engine, words in {
+        engines.Ray(cluster.address, cores=64): "no node of the Ray cluster has 64 cores and 0 GPU",
+        engines.Ray(cluster.address, gpus=1): "no node of the Ray cluster has 1 cores and 1 GPUs",
+    }.items():
+        with pytest.raises(ValueError, match=words), engine.opened([tmp_path], None, 1):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+DRIVEN = """
+import signal, time
+try:
+    open(f"{where}/started", "a").write("x")
+    while mode == "works" and not __import__("os").path.exists(f"{where}/go"):
+        time.sleep(0.1)
+except KeyboardInterrupt:
+    open(f"{where}/saved", "w").close()
+    raise
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
+def test_a_driver_may_stop_or_die_and_be_started_again(cluster, tmp_path, number, monkeypatch):
+    defaults = new_code_cell("mode = 'works'\nwhere = ''", metadata={"tags": ["parameters"]})
+    nbformat.write(new_notebook(cells=[defaults, new_code_cell(DRIVEN)]), tmp_path / "n.ipynb")
+    command = [sys.executable, "-m", "q0lib.sweeps", str(tmp_path / "n.ipynb"), "-p",
+               f"where={tmp_path}", "--out", str(tmp_path / "out"), "--engine", "ray",
+               "--address", cluster.address]  # fmt: skip
+    first = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait((tmp_path / "started").exists)
+    first.send_signal(number)
+    said, _ = first.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert first.returncode == 130
+        assert "1 interrupted" in said
+        assert (tmp_path / "saved").exists()
+    else:
+        assert (tmp_path / "out" / engines.OWNER).exists()
+        with pytest.raises(ValueError, match="belongs to the driver"):
+            engines._refuse_owned(tmp_path / "out")
+        os.utime(tmp_path / "out" / engines.OWNER, (1, 1))  # a minute later
+    (tmp_path / "go").touch()
+    assert sweep.main(command[3:]) == 0
+    table = pd.read_csv(tmp_path / "out/sweep.csv")
+    assert table.status.tolist() == ["done"]
