@@ -13,9 +13,11 @@ import atexit
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -192,6 +194,7 @@ class Ray:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             options |= {"include_dashboard": False, "object_store_memory": 100 << 20}
             options |= {"_temp_dir": scratch}
+        before = signal.getsignal(signal.SIGTERM)
         try:
             # Said outright, or RAY_ADDRESS would have a say.
             ray.init(address=self.address or "local", **options)
@@ -200,6 +203,8 @@ class Ray:
             raise ValueError(
                 f"no Ray cluster at {where}: {' '.join(str(error).split())}"
             ) from error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray's own would let nothing save
         return ray
 
     def _check_nodes(
@@ -318,16 +323,16 @@ def _supervise(
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
     child = _Child(program, argument, Path(log), environment)
-    try:
-        while child.poll() is None:  # a wait in the kernel would not hear that it is cancelled
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        child.terminate()
-        deadline = time.monotonic() + GRACE + 10
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-    finally:
-        child.kill()
+    deadline = math.inf
+    while child.poll() is None:
+        try:
+            time.sleep(0.05)  # a wait in the kernel would not hear that it is cancelled
+            if time.monotonic() > deadline:
+                child.kill()
+        except KeyboardInterrupt:  # Ray says it again every few seconds
+            if deadline == math.inf:
+                child.terminate()
+                deadline = time.monotonic() + GRACE + 10
     return child.poll() or 0, child.seconds
 
 

@@ -105,6 +105,8 @@ class _Point:
 def _child() -> None:
     """In a process of its own: run the point that the last argument describes, once."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave as after Ctrl-C
+    if hasattr(signal, "pthread_sigmask"):  # workers of Ray block what a kernel is told to stop by
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):  # the log, which is UTF-8 whatever the terminal is
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]

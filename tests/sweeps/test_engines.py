@@ -267,12 +267,12 @@ def test_a_driver_may_stop_or_die_and_be_started_again(cluster, tmp_path, number
     command = [sys.executable, "-m", "q0lib.sweeps", str(tmp_path / "n.ipynb"), "-p",
                f"where={tmp_path}", "--out", str(tmp_path / "out"), "--engine", "ray",
                "--address", cluster.address]  # fmt: skip
-    first = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait((tmp_path / "started").exists)
     first.send_signal(number)
-    said, _ = first.communicate(timeout=60)
+    said, errors = first.communicate(timeout=60)
     if number == signal.SIGTERM:
-        assert first.returncode == 130
+        assert first.returncode == 130, errors
         assert "1 interrupted" in said
         assert (tmp_path / "saved").exists()
     else:
