@@ -180,8 +180,6 @@ class Ray:
     def _joined(self) -> Any:
         """The module `ray`, in a cluster: as long as this process lives, the same one."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        scratch = tempfile.mkdtemp(prefix="q0-ray-")
-        atexit.register(shutil.rmtree, scratch, ignore_errors=True)  # after Ray's own, set next
         try:
             import ray
         except ImportError as error:
@@ -193,7 +191,8 @@ class Ray:
             # else Ray would keep a token in the user's home
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             options |= {"include_dashboard": False, "object_store_memory": 100 << 20}
-            options |= {"_temp_dir": scratch}
+            options |= {"_temp_dir": (scratch := tempfile.mkdtemp(prefix="q0-ray-"))}
+            atexit.register(_leave, ray, scratch)
         before = signal.getsignal(signal.SIGTERM)
         try:
             # Said outright, or RAY_ADDRESS would have a say.
@@ -236,6 +235,11 @@ class Ray:
             raise ValueError(f"a node of the Ray cluster does not answer: {error}") from error
         if found:
             raise ValueError(found[0])
+
+
+def _leave(ray: Any, scratch: str) -> None:
+    ray.shutdown()
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _Task:
@@ -322,10 +326,14 @@ def _supervise(
         **environment,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
+    # A cluster that was begun in the background ignores what Ray cancels by.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     child = _Child(program, argument, Path(log), environment)
     deadline = math.inf
-    while child.poll() is None:
+    while True:
         try:
+            if child.poll() is not None:
+                break
             time.sleep(0.05)  # a wait in the kernel would not hear that it is cancelled
             if time.monotonic() > deadline:
                 child.kill()
