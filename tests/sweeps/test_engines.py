@@ -1,5 +1,6 @@
 """Where points run: on Ray the same things come of them as here, whatever is lost on the way."""
 
+import atexit
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pandas as pd
@@ -103,6 +105,34 @@ def test_options_of_ray_need_ray():
     given = {"engine": "ray", "address": "auto", "cores": 2, "gpus": 0.5, "jobs": 3}
     assert engines.chosen(given) == engines.Ray("auto", 2, 0.5)
     assert given == {"jobs": 3}
+
+
+@pytest.mark.parametrize(("address", "asked"), [(None, "local"), ("auto", "auto")])
+def test_a_cluster_is_joined_only_when_it_is_named(monkeypatch, address, asked):
+    """Ray itself would join whatever RAY_ADDRESS says, report its use and open a dashboard."""
+    begun, ended = [], []
+    fake = SimpleNamespace(is_initialized=bool, init=lambda **options: begun.append(options),
+                           shutdown=lambda: None)  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(atexit, "register", lambda *given: ended.append(given))
+    for name in ("RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "another")
+    assert engines.Ray(address)._joined() is fake
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert begun[0]["address"] == asked
+    assert (
+        ("_temp_dir" in begun[0]) == (begun[0].get("include_dashboard") is False) == (not address)
+    )
+    for leave, *given in ended:
+        leave(*given)
+        assert not Path(begun[0]["_temp_dir"]).exists()
+
+
+def test_without_ray_the_engine_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with pytest.raises(ValueError, match="pip install ray"):
+        engines.Ray()._joined()
 
 
 # --- two nodes ----------------------------------------------------------------------------------
