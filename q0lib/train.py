@@ -1,7 +1,7 @@
 """Training a population: what is missing of it, with a bar, stopped and gone on with at will."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from q0lib.model import forward_flops, layer_passes, parameter_count
 from q0lib.runtime import Stopped
 from q0lib.trajectory import Trajectory, planned_cycles
 
-__all__ = ["Stopped", "estimate", "train_population", "train_trajectory"]
+__all__ = ["Stopped", "estimate", "train_members", "train_population", "train_trajectory"]
 
 
 def train_population(
@@ -46,13 +46,44 @@ def train_population(
         FloatingPointError: the loss is no longer finite.
     """
     directory = directory or run.directory
+    train_members(run, text, directory=directory, progress=progress)
+    if not population.is_complete(run, directory):
+        with runtime.locked(directory):
+            population.write_result(run, directory)
+    return population.load(run, directory)
+
+
+def train_members(
+    run: config.Run,
+    text: corpus.Text | None = None,
+    *,
+    directory: Path | None = None,
+    only: Sequence[int] | None = None,
+    progress: bool = True,
+) -> None:
+    """Train what is missing of a run, or `only` of these trajectories, and declare nothing.
+
+    So processes that no lock reaches, on machines of their own, can be given trajectories each;
+    `train_population` finds what they have trained, and completes it.
+
+    Raises:
+        ValueError: `only` names what the run has not, or, where each trajectory is taught by the
+            one before it, not all of it; and whatever `train_population` raises.
+    """
+    in_order = run.method.teacher == "previous_member"  # each waits for the one before it
+    left = list(range(run.trajectories) if only is None else only)
+    if not set(left) <= set(range(run.trajectories)):
+        raise ValueError(f"only must be of {run.trajectories} trajectories, got {left}")
+    if in_order and len(left) < run.trajectories:
+        raise ValueError(f"trajectories of {run.name} are trained in order, got only {left}")
+    directory = directory or run.directory
     runtime.device(run.runtime.device)
     text = text or corpus.load(run.corpus)
     if run.teaching is not None:
         student.check(run.teaching, text)
     population.open_directory(run, directory, text)
     if population.is_complete(run, directory):
-        return population.load(run, directory)
+        return
     for record in population.records(directory):
         _check_code(run, record, directory)
     if run.teaching is not None and run.teaching.generated_tokens:
@@ -61,11 +92,9 @@ def train_population(
     with (
         runtime.threads(run.runtime.threads),
         runtime.stop_requests() as stop_requested,
-        tqdm(total=run.trajectories * steps, desc=f"{run.name} seed {run.seed}", unit="step",
+        tqdm(total=len(left) * steps, desc=f"{run.name} seed {run.seed}", unit="step",
              disable=not progress, mininterval=1.0) as bar,
     ):  # fmt: skip
-        in_order = run.method.teacher == "previous_member"  # each waits for the one before it
-        left = list(range(run.trajectories))
         waits = in_order
         while left:
             for index in list(left):
@@ -80,9 +109,6 @@ def train_population(
                     else:
                         train_trajectory(run, index, text, directory, stop_requested, bar)
             waits = True  # only what others hold is left
-    with runtime.locked(directory):
-        population.write_result(run, directory)
-    return population.load(run, directory)
 
 
 def _is_trained(run: config.Run, directory: Path, index: int) -> bool:
