@@ -234,7 +234,7 @@ class Gradients:
         with _together():
             if self.share is not None:
                 flat = self.share.new_empty(count() * len(self.share))
-                dist.all_gather_into_tensor(flat, self.share)
+                dist.all_gather(list(flat.view(count(), -1)), self.share)
             else:
                 flat = self._flat()
                 dist.all_reduce(flat)
