@@ -24,6 +24,7 @@ _CYCLE = "cyclic", "cosine"
 _WD = "anti", "flat", "in_phase"
 _TEACHER = "none", "chain", "previous_member", "mixture"
 _MIXTURE = "learned", "uniform"
+_REDUCE = "ordered", "all_reduce"
 
 
 def _cast(owner: str, name: str, kind: type, value: Any) -> Any:
@@ -242,6 +243,8 @@ class Runtime(_Checked):
     device: str = "auto"  # auto, cpu, cuda, cuda:1, ...
     threads: int = 1  # of a process on the CPU, so that its sums are the same everywhere; 0 = all
     micro_batch: int = 0  # sequences per forward pass; 0 = the whole batch, on a GPU what fits
+    # How several ranks sum gradients: the same bits on any number of them, or faster (`ranks`).
+    reduce: str = "ordered"
     compile: bool = False
     keep_weights: bool = False  # snapshots as safetensors; otherwise only their probabilities
     cache_lessons: bool = False  # keep what a mixture teaches on disk, for all of its students
@@ -250,7 +253,10 @@ class Runtime(_Checked):
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         names = ("threads", "micro_batch", "checkpoint_seconds")
-        return [(name, getattr(self, name) >= 0, ">= 0") for name in names]
+        return [
+            *((name, getattr(self, name) >= 0, ">= 0") for name in names),
+            ("reduce", self.reduce in _REDUCE, f"one of {_REDUCE}"),
+        ]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from q0lib import corpus, distill
+from q0lib import corpus, distill, ranks
 from q0lib.model import GPT
 
 
@@ -12,7 +12,8 @@ def held_out_log_probs(
 ) -> torch.Tensor:
     """log p of every scored token of a held-out split, nats, fp32 [T], in the split's order.
 
-    The model is used as it is evaluated (no dropout) and left as it was.
+    The model is used as it is evaluated (no dropout) and left as it was. Ranks share the rows, and
+    each gets what all have found.
     """
     context = model.config.context
     device = model.head.weight.device
@@ -24,13 +25,13 @@ def held_out_log_probs(
             f"{split.name}_tokens must be > context ({context}), got {len(split.tokens)}"
         )
     parts = []
-    for first in range(0, rows, batch):
+    for first in ranks.dealt(range(0, rows, batch)):
         block = corpus.held_out(split, context, first, min(batch, rows - first))
         tokens = torch.from_numpy(block).to(device)
         hidden = model(tokens[:, :-1], dtype).flatten(0, 1)
         targets = tokens[:, 1:].flatten()
         parts.append(
-            distill.token_log_probs(hidden, model.head.weight, targets, model.config.softcap)
+            distill.token_log_probs(hidden, model.head.weight, targets, model.config.softcap).cpu()
         )
     model.train(training)
-    return torch.cat(parts).cpu()
+    return torch.cat(ranks.in_order(parts))

@@ -20,7 +20,7 @@ _SLACK, _SCRATCH = {"cpu": 1.2}, {"cpu": 16 << 20}
 _SLACK_ELSEWHERE, _SCRATCH_ELSEWHERE = 1.1, 128 << 20
 
 
-def training(run: config.Run, kind: str, taught: bool = True) -> float:
+def training(run: config.Run, taught: bool = True, kind: str = 'cpu') -> float:
     """Bytes on a device of this `kind` ("cpu", "cuda", ...) at the fullest moment of training.
 
     Weights, optimizer state, average and teacher stay; beside them stand, whichever is more, the
@@ -124,7 +124,7 @@ def with_micro_batch(run: config.Run, available: float) -> config.Run:
     for rows in (rows for rows in range(whole, 0, -1) if whole % rows == 0):
         settings = dataclasses.replace(run.runtime, micro_batch=rows)
         one = dataclasses.replace(run, runtime=settings)
-        if training(one, "cuda") <= SHARE * available:
+        if training(one, kind="cuda") <= SHARE * available:
             return one
     raise ValueError(
         f"training {run.name} of preset {run.preset} takes {training(one, 'cuda') / 2**30:.1f} GiB "

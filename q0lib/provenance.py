@@ -17,8 +17,8 @@ from q0lib import paths
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
 # The modules whose code decides what a config trains to, and what is recorded of it.
 TRAINING = (
-    "corpus", "distill", "evaluate", "lessons", "model", "optim", "schedule", "student", "train",
-    "trajectory",
+    "corpus", "distill", "evaluate", "lessons", "model", "optim", "ranks", "schedule", "student",
+    "train", "trajectory",
 )  # fmt: skip
 
 

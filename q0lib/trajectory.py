@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from q0lib import config, corpus, distill, lessons, optim, runtime, schedule
+from q0lib import config, corpus, distill, lessons, optim, ranks, runtime, schedule
 from q0lib.model import GPT, forward_flops
 
 # What a random draw is for; part of its seed, so that no two uses share a stream.
@@ -104,12 +104,18 @@ class Trajectory:
         first = start + self.step * rows
         block = torch.from_numpy(self.stream.rows(first, rows)).to(self.device)
         looped = done >= method.loop_from * steps
-        torch.manual_seed(self._seed(_DROPOUT, int(self.spent["steps"])))
         self.model.train()
+        size = ranks.micro_batch(self.run.runtime, rows)
+        parts, losses = block.split(size), []
+        gradients = ranks.Gradients(self.model, len(parts), self.run.runtime.reduce)
+        for number in gradients.mine():
+            # A micro-batch has draws of its own, whichever rank it is passed on.
+            torch.manual_seed(self._seed(_DROPOUT, int(self.spent["steps"]), number))
+            total = rows * self.run.model.context
+            losses.append(self._backward(parts[number], first + number * size, total, looped))
         loss = 0.0
-        for at in range(0, rows, size := self.run.runtime.micro_batch or rows):
-            part = block[at : at + size]
-            loss += self._backward(part, first + at, rows * self.run.model.context, looped)
+        for share in ranks.in_order(losses):
+            loss += share
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), method.grad_clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
@@ -253,8 +259,8 @@ class Trajectory:
         model.load_state_dict(weights, strict=True)
         return model
 
-    def _seed(self, purpose: int, number: int = 0) -> int:
-        words = [self.run.seed, self.index, purpose, number]
+    def _seed(self, purpose: int, number: int = 0, part: int = 0) -> int:
+        words = [self.run.seed, self.index, purpose, number, *([part] if part else [])]
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
     def _generator(self, purpose: int, number: int = 0) -> torch.Generator:

@@ -146,7 +146,16 @@ def test_notebooks_call_what_the_library_has(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["", "study", "study.runs", "study.prior_variations", "sweeps", "sweeps.refresh", "bench"],
+    [
+        "",
+        "train",
+        "study",
+        "study.runs",
+        "study.prior_variations",
+        "sweeps",
+        "sweeps.refresh",
+        "bench",
+    ],
 )
 def test_help_exits_at_once(module):
     result = subprocess.run(

@@ -564,3 +564,35 @@ def test_a_stop_is_heard_while_waiting_and_a_switched_off_signal_is_left_alone(t
     with runtime.stop_requests():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
+
+
+def test_a_trajectory_trained_alone_is_the_one_that_the_population_has(text, tmp_path):
+    run = tiny_study().run("ensemble", 4)
+    assert run.trajectories == 2
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    for index in (1, 0):
+        train.train_members(run, text, directory=apart, only=[index], progress=False)
+        assert not population.is_complete(run, apart), "it is declared by whoever asks for all"
+        assert population.has_member(run, apart, index, run.cycles - 1)
+        assert population.has_member(run, apart, 0, 0) == (index == 0)
+    kept = population.member_path(apart, 0, 0).stat().st_ino
+    ours = train.train_population(run, text, directory=apart, progress=False)
+    assert population.member_path(apart, 0, 0).stat().st_ino == kept
+    theirs = train.train_population(run, text, directory=together, progress=False)
+    for split, rows in theirs.P.items():
+        np.testing.assert_array_equal(ours.P[split], rows)
+
+
+@pytest.mark.parametrize(
+    ("method", "only", "words"),
+    [
+        ("ensemble", [2], r"only must be of 2 trajectories, got \[2\]"),
+        ("distilled_ensemble", [1], r"distilled_ensemble are trained in order, got only \[1\]"),
+    ],
+)
+def test_trajectories_that_cannot_be_trained_alone_are_refused(method, only, words, text, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train.train_members(
+            tiny_study().run(method, 4), text, directory=tmp_path / "run", only=only
+        )
+    assert not (tmp_path / "run").exists()

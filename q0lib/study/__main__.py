@@ -17,13 +17,19 @@ from typing import Any
 from q0lib import command, files, paths, presets
 from q0lib.study import plan, runs
 from q0lib.study.tables import multipliers, store
-from q0lib.sweeps import notebook, sweep
+from q0lib.sweeps import engines, notebook, sweep
 
 METHODS = ("q0", "ensemble", "distilled_ensemble")
 MADE = ("*.csv", "*.png", "*.pdf", "*.svg", "*/*.ipynb")  # what the notebooks leave
 
 
-def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
+def run_study(
+    preset: str,
+    seeds: Sequence[int],
+    jobs: int | None,
+    out: Path,
+    engine: engines.Engine = engines.THIS_MACHINE,
+) -> None:
     """Train the populations of a preset, execute the two notebooks, and print what came out.
 
     `<out>/study.json` says what was made of what. While both are as they were, nothing is executed.
@@ -33,7 +39,7 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
     """
     planned = plan.experiments(preset, ["main"], METHODS)
     print(f"1/2  training {len(planned) * len(seeds)} populations")
-    found = runs.train(planned, preset, seeds, jobs)
+    found = runs.train(planned, preset, seeds, jobs, engine)
     print("2/2  notebooks")
     finished = sorted({run.directory / "result.json" for _, run in found})
     study = presets.load(preset, seed=seeds[0])
@@ -53,7 +59,10 @@ def run_study(preset: str, seeds: Sequence[int], jobs: int, out: Path) -> None:
         # What lies there may be of other seeds: forced, it is written anew.
         manifest.unlink(missing_ok=True)
         for path, given in parts.items():
-            made = sweep.sweep(path, given, {}, out=out / path.stem, inputs=finished, force=True)
+            made = sweep.sweep(
+                path, given, {}, out=out / path.stem, inputs=finished, force=True, engine=engine,
+                writes=[out],
+            )  # fmt: skip
             runs.say(made)
         files.write_text(manifest, json.dumps({"keys": keys, "made": _made(out)}, indent=1))
     print(f"\nfigures, tables  {_shown(out)}\nnotebooks        {_shown(out)}/*/*.ipynb\n")
@@ -86,14 +95,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("q0lib.study", __doc__)
     parser.add_argument("--preset", default="quick", help="default: quick")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: 0")
-    parser.add_argument("--jobs", type=int, default=2, help="populations at a time (default 2)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="populations at a time (default 2, on Ray as many as there is room for)",
+    )
     parser.add_argument("--out", type=Path, help="default: data/runs/study/<preset>")
+    engines.add_arguments(parser)
     given = parser.parse_args(argv)
     began = time.monotonic()
     out = (given.out or paths.RUNS / "study" / given.preset).resolve()
 
     def work() -> None:
-        run_study(given.preset, given.seeds, given.jobs, out)
+        engine = engines.chosen(vars(given))
+        run_study(given.preset, given.seeds, given.jobs, out, engine)
         print(f"{time.monotonic() - began:.0f} s")
 
     return command.status(parser.prog, work)

@@ -7,7 +7,7 @@ python -m q0lib.study.runs --preset cpu --train --parts main ablation --seeds 0
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from q0lib import command, config, paths, population
 from q0lib.study import plan
 from q0lib.study.plan import DOWNSTREAM, ONE_SEED, PARTS, STUDENTS, Experiment
-from q0lib.sweeps import sweep
+from q0lib.sweeps import engines, sweep
 from q0lib.train import estimate
 
 
@@ -46,34 +46,44 @@ def _pairs(experiments: Sequence[Experiment], seeds: Sequence[int]) -> list[tupl
 
 
 def train(
-    experiments: Sequence[Experiment], preset: str, seeds: Sequence[int], jobs: int = 2
+    experiments: Sequence[Experiment],
+    preset: str,
+    seeds: Sequence[int],
+    jobs: int | None = None,
+    engine: engines.Engine = engines.THIS_MACHINE,
 ) -> list[tuple[Experiment, config.Run]]:
-    """Train what is missing of the experiments, the longest first, `jobs` populations at a time.
+    """Train what is missing of the experiments, the longest first, `jobs` at a time.
 
-    Each goes through the notebook that sweeps run, in a process of its own; what is complete is
-    reused. Returns every experiment with its run, seed by seed.
+    By default two on this machine, or as many as another `engine` has room for. Each goes through
+    the notebook that sweeps run, in a process of its own; what is complete is reused. Returns every
+    experiment with its run, seed by seed.
 
     Raises:
         ValueError: an unknown preset or method, a bad seed or budget, before anything runs.
         RuntimeError: a population failed; says which, and why.
         sweep.Interrupted: after Ctrl-C, with everything saved.
     """
+    if jobs is None and engine.locks:
+        jobs = 2
     found = runs_of(experiments, preset, seeds)
     complete = sum(population.is_complete(run) for _, run in found)
     if complete:
         print(f"     complete already, reused: {complete} of {len(found)} populations")
-    _train_ready(found, preset, jobs)
+    _train_ready(found, preset, jobs, engine)
     while len(taught := runs_of(experiments, preset, seeds)) > len(found):
         found = taught  # the next generation: its teachers are there now
-        _train_ready(found, preset, jobs)
+        _train_ready(found, preset, jobs, engine)
     if waiting := len(_pairs(experiments, seeds)) - len(found):
         raise RuntimeError(f"{waiting} students wait for teachers that are not among what to train")
     return found
 
 
 def _train_ready(
-    found: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int
-) -> None:  # fmt: skip
+    found: Sequence[tuple[Experiment, config.Run]],
+    preset: str,
+    jobs: int | None,
+    engine: engines.Engine,
+) -> None:
     # Runs of one directory share trajectories, so they take turns: the longest first, and the
     # others for what it lacks.
     waves: list[dict[Path, tuple[Experiment, config.Run]]] = []
@@ -86,31 +96,52 @@ def _train_ready(
         missing = [pair for pair in wave.values() if not population.is_complete(pair[1])]
         if missing:  # a short one fits in at the end, while a long one would run alone
             missing.sort(key=lambda pair: -estimate(pair[1])["flops"])
-            _train_at_once(missing, preset, jobs)
+            _train_at_once(missing, preset, jobs, engine)
 
 
 def train_methods(
-    preset: str, seeds: Sequence[int], methods: Sequence[str], epochs: float, jobs: int = 2
+    preset: str,
+    seeds: Sequence[int],
+    methods: Sequence[str],
+    epochs: float,
+    jobs: int | None = None,
 ) -> list[config.Run]:
     """Train the methods of a preset at one budget, as `train` does; the runs, seed by seed."""
     experiments = [Experiment("methods", method, method, epochs) for method in methods]
     return [run for _, run in train(experiments, preset, seeds, jobs)]
 
 
-def _train_at_once(wave: Sequence[tuple[Experiment, config.Run]], preset: str, jobs: int) -> None:
-    points: list[dict[str, Any]] = [
-        {"preset": preset, "method": each.method, "seed": run.seed, "epochs": float(each.epochs),
-         "overrides": list(each.overrides), "teachers": each.taught_by(preset, run.seed),
-         "teacher_k": each.k, "generated_tokens": each.generated_tokens, "share": share}
-        for each, run in wave
-        for share in range(min(jobs, independent(run)))
-    ]  # fmt: skip
-    points.sort(key=lambda point: bool(point["share"]))  # helpers come last, for idle cores
-    with _member_bar([run for _, run in wave]):
-        table = sweep.sweep(
+def _train_at_once(
+    wave: Sequence[tuple[Experiment, config.Run]],
+    preset: str,
+    jobs: int | None,
+    engine: engines.Engine = engines.THIS_MACHINE,
+) -> None:
+    def sweep_of(several: Callable[[config.Run], int], name: str) -> pd.DataFrame:
+        points: list[dict[str, Any]] = [
+            {"preset": preset, "method": each.method, "seed": run.seed,
+             "epochs": float(each.epochs), "overrides": list(each.overrides),
+             "teachers": each.taught_by(preset, run.seed), "teacher_k": each.k,
+             "generated_tokens": each.generated_tokens, **({name: part} if several(run) else {})}
+            for each, run in wave
+            for part in range(max(1, several(run)))
+        ]  # fmt: skip
+        # Processes that help another come last, for idle cores.
+        points.sort(key=lambda point: bool(point.get("share")))
+        return sweep.sweep(
             paths.NOTEBOOKS / "train_population.ipynb", {}, {}, listed=points, jobs=jobs,
             force=True,  # a point that was done is not skipped: its population has gone
+            engine=engine, writes=[run.directory for _, run in wave],
         )  # fmt: skip
+
+    with _member_bar([run for _, run in wave]):
+        if not engine.locks:  # nothing else would keep two from training the same trajectory
+            apart = {run.directory: independent(run) for _, run in wave if independent(run) > 1}
+            if apart:
+                say(sweep_of(lambda run: apart.get(run.directory, 0), "trajectory"))
+            wave = [pair for pair in wave if not population.is_complete(pair[1])]
+        at_once = jobs if jobs is not None and engine.locks else 1
+        table = sweep_of(lambda run: min(at_once, independent(run)), "share")
     try:
         say(table)
     except RuntimeError:  # of processes that share a population one may fail: others finish it
@@ -231,14 +262,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=list(PARTS),
         help=f"of {', '.join((*PARTS, *STUDENTS, DOWNSTREAM))}; by default all but the last three",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="runs at a time (default 2, on Ray as many as there is room for)",
+    )
     parser.add_argument("--train", action="store_true", help="train what is missing")
+    engines.add_arguments(parser)
     given = parser.parse_args(argv)
 
     def work() -> None:
+        engine = engines.chosen(vars(given))
         experiments = plan.experiments(given.preset, given.parts)
         if given.train:
-            train(experiments, given.preset, given.seeds, given.jobs)
+            train(experiments, given.preset, given.seeds, given.jobs, engine)
         if not experiments:
             parts = ", ".join(given.parts)
             raise ValueError(f"preset {given.preset} has no runs in the parts {parts}")

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from q0lib import command, files, paths
+from q0lib.sweeps import engines
 from q0lib.sweeps.notebook import (
     GRACE,
     PACKAGE,
@@ -40,11 +40,9 @@ from q0lib.sweeps.notebook import (
     execute,
     one_line,
     plain,
-    python_path,
     read,
 )
 
-SOURCES = {".py", ".toml", ".csv", ".mplstyle"}  # what the package is made of
 CACHED = 3  # exit status of a child that found its point already done
 COLUMNS = ["status", "seconds", "reason", "output"]
 
@@ -56,7 +54,7 @@ class Interrupted(KeyboardInterrupt):
 def point_key(node: Any, parameters: Mapping[str, Any], inputs: Sequence[str | Path]) -> str:
     """SHA-256 of all that decides what a point's output is."""
     # Plans and styles decide an output as code does.
-    package = (file for file in PACKAGE.rglob("*") if file.suffix in SOURCES)
+    package = (file for file in PACKAGE.rglob("*") if file.suffix in engines.SOURCES)
     read_by_it = [*sorted(package), *map(Path, inputs)]
     contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in read_by_it]
     whole = json.dumps([code_hash(node), parameters, contents], sort_keys=True)
@@ -83,32 +81,22 @@ class _Point:
     seconds: float = 0.0
     reason: str = ""
 
-    def start(self, order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Begin it in a process that a Ctrl-C at the terminal does not reach: see `_stop`.
-
-        Its stdin is a pipe that nothing is written to: it ends when this process does.
-        """
+    def start(self, order: Mapping[str, Any], session: engines.Session) -> None:
+        """Begin it in a process of its own, which ends when this one does."""
         task = {**order, "parameters": self.parameters, "output": str(self.output)}
         program = "from q0lib.sweeps import sweep; sweep._child()"
-        command = [sys.executable, "-c", program, json.dumps(task)]
-        self.started = time.monotonic()
-        with self.output.with_suffix(".log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        self.process = session.start(program, json.dumps(task), self.output.with_suffix(".log"))
 
     def ended(self) -> bool:
         """Whether its process has gone; if so, note what it came to."""
         if (code := self.process.poll()) is None:
             return False
-        self.process.communicate()
         self.status = {0: "done", CACHED: "skipped"}.get(code, "failed")
-        took = time.monotonic() - self.started
-        self.seconds = took if self.status == "failed" else _stamped(self.output)[1]
+        failed = self.status == "failed"
+        self.seconds = self.process.seconds if failed else _stamped(self.output)[1]
         if code < 0:
             self.reason = f"killed by {signal.Signals(-code).name}"
-        elif self.status == "failed":
+        elif failed:
             said = self.output.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
             self.reason = one_line(said.strip().rpartition("\n")[2])
         return True
@@ -117,6 +105,8 @@ class _Point:
 def _child() -> None:
     """In a process of its own: run the point that the last argument describes, once."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave as after Ctrl-C
+    if hasattr(signal, "pthread_sigmask"):  # workers of Ray block what a kernel is told to stop by
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):  # the log, which is UTF-8 whatever the terminal is
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
@@ -180,15 +170,19 @@ def sweep(
     fixed: Mapping[str, Any],
     grid: Mapping[str, Sequence[Any]],
     *,
-    jobs: int = 1,
+    jobs: int | None = None,
     out: Path | None = None,
     timeout: float | None = None,
     force: bool = False,
     inputs: Sequence[Path] = (),
     listed: Sequence[Mapping[str, Any]] = ({},),
+    engine: engines.Engine = engines.THIS_MACHINE,
+    writes: Sequence[Path] = (),
 ) -> pd.DataFrame:
     """Run the missing points of `grid`, `jobs` at a time, into `out` (data/runs/sweeps/<notebook>).
 
+    By default one at a time on this machine, or as many as another `engine` has room for. `writes`
+    are folders that the points write to beside `out`, for engines where one sweep must own them.
     `listed` holds sets of parameters that go together; each is combined with the whole grid.
     Returns a row for each point, kept as `<out>/sweep.csv`: its parameters, status (done, failed,
     or skipped since it was done before), seconds that it took when it ran, reason of a failure, and
@@ -196,12 +190,13 @@ def sweep(
 
     Raises:
         ValueError, OSError: for bad arguments, before anything runs.
+        RuntimeError: another sweep has taken over a folder of this one, on Ray; see `engines`.
         Interrupted: after Ctrl-C, when the running points have been told to save and have gone.
     """
     notebook, node = Path(notebook).resolve(), read(notebook)
     for one in listed:
         check(notebook, node, {**fixed, **grid, **one})
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be > 0, got {jobs}")
     if not (timeout is None or 0 < timeout < math.inf):
         raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
@@ -217,20 +212,22 @@ def sweep(
             point.status, point.seconds = "skipped", seconds
         else:
             waiting.append(point)
-    jobs = max(1, min(jobs, len(waiting)))
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    limits = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], threads)
-    environment = {**(limits if jobs > 1 else {}), **os.environ, "PYTHONPATH": python_path()}
     order = {"notebook": str(notebook), "inputs": resolved, "timeout": timeout, "force": force}
     interrupted = False
-    with tqdm(total=len(points), initial=len(points) - len(waiting), unit="point") as bar:
+    if not waiting:
+        engine = engines.THIS_MACHINE  # another takes its time to come up
+    with (
+        engine.opened([out, *writes], jobs, len(waiting)) as session,
+        tqdm(total=len(points), initial=len(points) - len(waiting), unit="point") as bar,
+    ):
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:
-                    waiting[0].start(order, environment)
+                while waiting and len(running) < session.room:
+                    waiting[0].start(order, session)
                     running.append(waiting.pop(0))
-                    bar.set_postfix_str(" | ".join(point.output.stem[:40] for point in running))
+                    bar.set_postfix_str(" | ".join(point.output.stem[:40] for point in running[:4]))
                 time.sleep(0.05)
+                session.check()
                 for point in [point for point in running if point.ended()]:
                     running.remove(point)
                     bar.update()
@@ -258,7 +255,6 @@ def _stop(running: Sequence[_Point]) -> None:
         pass
     for point in running:
         point.process.kill()  # of one that has gone, it does nothing
-        point.process.wait()
         point.ended()
         if point.status == "failed":
             point.status, point.reason = "interrupted", ""
@@ -311,6 +307,8 @@ EXAMPLES = """examples:
       -g method=q0,ensemble -g seed=0,1,2 --jobs 2
   python -m q0lib.sweeps notebooks/train_population.ipynb -p preset=cpu \\
       -g 'overrides=["q0.alpha=0.3"],["q0.alpha=0.6"]' --jobs 2
+  python -m q0lib.sweeps notebooks/train_population.ipynb -p preset=cpu \\
+      -g method=q0,ensemble -g seed=0,1,2 --engine ray --address auto
 
 Values are JSON or Python literals, else strings.
 Exit status: 0 nothing failed, 1 a point failed, 2 bad usage, 130 interrupted."""
@@ -324,15 +322,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("notebook", type=Path)
     add("-p", dest="fixed", action="append", default=[], metavar="NAME=VALUE", help="fixed")
     add("-g", dest="grid", action="append", default=[], metavar="NAME=V1,V2", help="varied")
-    add("--jobs", type=int, default=1, metavar="N", help="points at a time (default 1)")
+    add("--jobs", type=int, metavar="N",
+        help="points at a time (default: 1, on Ray as many as there is room for)")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="default: data/runs/sweeps/<notebook>")
     add("--timeout", type=float, metavar="S", help="seconds for any one cell (default: no limit)")
     add("--force", action="store_true", help="run also the points that are already done")
     add("--input", dest="inputs", action="append", default=[], type=Path, metavar="FILE",
         help="a file that the notebook reads: when it changes, the points run again")  # fmt: skip
+    engines.add_arguments(parser)
     given = vars(parser.parse_args(argv))
 
     def work() -> int:
+        given["engine"] = engines.chosen(given)
         given["fixed"] = _assignments(given["fixed"], _value)
         given["grid"] = _assignments(given["grid"], _values)
         try:

@@ -100,7 +100,7 @@ def swept(monkeypatch, run_folder):
     """What is asked of a sweep, which trains the first process's share and loses the others'."""
     asked = []
 
-    def sweep_them(notebook, fixed, grid, *, listed, jobs, force):
+    def sweep_them(notebook, fixed, grid, *, listed, jobs, force, engine, writes):
         asked.extend(listed)
         status = ["failed" if point["share"] else "done" for point in listed]
         return pd.DataFrame({"status": status, "seconds": 1.0, "reason": "killed", "output": "a"})
