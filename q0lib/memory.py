@@ -42,8 +42,12 @@ def training(run: config.Run, taught: bool = True) -> float:
     kept += tokens * (passes + 1) * _kept(model, size, _on_cpu(run), method.dropout > 0)
     kept += 4 * CHUNKS * _chunk(run, tokens)
     scored = SCORED * model.context
-    seen = scored * size * (model.layers // 2 * model.width + 8 * model.width + 2 * mlp_width(model))
-    return OTHER + SLACK * (stays + max(kept, seen + 4 * CHUNKS * _chunk(run, scored)))
+    seen = (
+        scored * size * (model.layers // 2 * model.width + 8 * model.width + 2 * mlp_width(model))
+    )
+    return OTHER + SLACK * (
+        stays + max(kept, scored * size * one + 4 * CHUNKS * _chunk(run, scored))
+    )
 
 
 def _kept(model: config.Model, size: int, on_cpu: bool, drops: bool) -> float:
@@ -94,9 +98,7 @@ def with_micro_batch(run: config.Run, held: float, count: int = 1) -> config.Run
     whole = math.gcd(method.batch_tokens // context, method.edge_batch_tokens // context)
     share = max(1, whole // count)
     for rows in (rows for rows in range(share, 0, -1) if share % rows == 0):
-        found = dataclasses.replace(
-            run, runtime=dataclasses.replace(run.runtime, micro_batch=rows)
-        )
+        found = dataclasses.replace(run, runtime=dataclasses.replace(run.runtime, micro_batch=rows))
         if training(found) <= SHARE * held:
             break
     return found

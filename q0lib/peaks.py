@@ -24,6 +24,8 @@ from q0lib.trajectory import SPENT
 
 T = TypeVar("T")
 FITNESS = 131_072  # tokens, as the paper has
+SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=32",
+         "methods.batch_tokens=256"]  # fmt: skip
 
 
 def noise(run: config.Run, **held_out: int) -> corpus.Text:
@@ -47,7 +49,7 @@ def training(run: config.Run) -> float:
 
 
 def _training(run: config.Run) -> float:
-    small = presets.load("quick", overrides=["model.layers=1", "model.context=64"]).run("q0")
+    small = presets.load("quick", overrides=SMALL).run("q0")
     how = dataclasses.replace(run.runtime, micro_batch=0, compile=False)
     _train(dataclasses.replace(small, precision=run.precision, runtime=how))  # loads what it calls
     device = runtime.device(run.runtime.device)
