@@ -10,6 +10,7 @@ several repeats, since other work on the machine only ever slows a repeat down.
 """
 
 import dataclasses
+import functools
 import sys
 import tempfile
 import time
@@ -110,11 +111,9 @@ def choices(
     """(what, milliseconds) of so many tokens forward and backward: ours, and what it stands in
     for."""
     rows, heads, width = tokens // model.context, model.heads, model.width // model.heads
-    near = {"dtype": torch.bfloat16, "device": device}
-    q, k, v, grad = (
-        torch.randn(rows, heads, model.context, width, **near, requires_grad=True) for _ in range(4)
-    )
-    hidden = torch.randn(tokens, model.width, **near, requires_grad=True)
+    drawn = functools.partial(torch.randn, dtype=torch.bfloat16, device=device, requires_grad=True)
+    q, k, v, grad = (drawn(rows, heads, model.context, width) for _ in range(4))
+    hidden = drawn(tokens, model.width)
     head = torch.randn(model.vocab_size, model.width, device=device, requires_grad=True)
     targets = torch.randint(model.vocab_size, (tokens,), device=device)
     states = [(hidden.detach(), head.detach(), 15.0)]
@@ -299,7 +298,7 @@ def report(study: config.Preset, seconds: float, large: bool = False) -> None:
     for name, rate in generating(study.model, seconds / 4):
         print(f"  {name:<42}{rate:>8,.0f} tokens/s")
     print("\nprior, 132,000 fitness tokens")
-    for members, method, took, gap in priors((32, 128, 480), 132_000):
+    for members, method, took, gap in priors((32, 128), 132_000):
         print(f"  {members:>4} members  {method:<6}{took:>8.2f} s   gap {gap:.0e} nats")
     _report_reading((30, 120, 480), 10_000_000 if large else 200_000)
     print("\nwhat a run of each preset needs (estimated; evaluation not counted)")

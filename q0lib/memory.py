@@ -41,13 +41,14 @@ def training(run: config.Run, taught: bool = True) -> float:
     kept = size * (parameters - 2 * table) * passes / model.layers + 4 * 3 * table
     kept += tokens * (passes + 1) * _kept(model, size, _on_cpu(run), method.dropout > 0)
     kept += 4 * CHUNKS * _chunk(run, tokens)
-    scored = SCORED * model.context
-    seen = (
-        scored * size * (model.layers // 2 * model.width + 8 * model.width + 2 * mlp_width(model))
-    )
-    return OTHER + SLACK * (
-        stays + max(kept, scored * size * one + 4 * CHUNKS * _chunk(run, scored))
-    )
+    return OTHER + SLACK * (stays + max(kept, _scoring(run, size)))
+
+
+def _scoring(run: config.Run, size: int) -> float:
+    """Bytes of an evaluation's forward pass: what the skips wait for, one layer, a chunk."""
+    model, tokens = run.model, SCORED * run.model.context
+    numbers = (model.layers // 2 + 8) * model.width + 2 * mlp_width(model)
+    return tokens * size * numbers + 4 * CHUNKS * _chunk(run, tokens)
 
 
 def _kept(model: config.Model, size: int, on_cpu: bool, drops: bool) -> float:
@@ -57,7 +58,7 @@ def _kept(model: config.Model, size: int, on_cpu: bool, drops: bool) -> float:
     rotation and norm, the mixed values before and after their gate; four stages of the SwiGLU;
     dropout's masks. Our products on the CPU keep their probabilities too.
     """
-    kept = size * (14 * model.width + 4 * mlp_width(model)) + 2 * model.width * drops
+    kept = size * (14.0 * model.width + 4 * mlp_width(model)) + 2 * model.width * drops
     if on_cpu:
         kept += size * 3 * model.width  # contiguous copies
         kept += 1.5 * model.context * model.heads * (size == 2)

@@ -56,9 +56,9 @@ def _training(run: config.Run) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_reserved(device)
+        held = torch.cuda.memory_reserved(device)
         _train(run)
-        return torch.cuda.max_memory_reserved(device) - before
+        return float(torch.cuda.max_memory_reserved(device) - held)
     before = _resident()
     _train(run)
     return _resident() - before
