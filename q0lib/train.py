@@ -298,7 +298,7 @@ def estimate(run: config.Run) -> dict[str, float]:
         "tokens": tokens,
         "taught": taught,
         "flops": tokens * (3 * own + taught * teacher),
-        "memory": memory.training(run, taught > 0),
+        "memory": memory.training(memory.fitted(run), taught > 0),
     }
 
 
