@@ -225,6 +225,33 @@ def multiplier_by_budget(
     ax.set(xlabel=xlabel, ylabel="Times fewer epochs")
 
 
+def multipliers(ax: Axes, frame: pd.DataFrame, *, xlabel: str) -> None:
+    """Draw multipliers with their intervals, one row a `what`, one mark a `source`.
+
+    frame: columns what, source ("paper" is drawn as a star without an interval), multiplier, low,
+    high; the first row on top, the first source above.
+    """
+    names = list(frame["what"].unique())
+    sources = [each for each in frame["source"].unique() if each != "paper"]
+    colors = dict(zip(sources, [*["0.6"] * (len(sources) - 1), METHOD_COLORS["q0"]], strict=True))
+    for row in frame.to_dict("records"):
+        source, at = row["source"], float(names.index(row["what"]))
+        if source == "paper":
+            ax.plot(row["multiplier"], at, "*", color="0.2", ms=8, label=source, zorder=3)
+            continue
+        at += 0.28 * (sources.index(source) - (len(sources) - 1) / 2)
+        ax.plot([row["low"], row["high"]], [at, at], color=colors[source], lw=1.6)
+        ax.plot(row["multiplier"], at, "o", color=colors[source], ms=4, label=source)
+    ax.set_xscale("log", base=2)
+    least, most = frame.low.min(), frame[["high", "multiplier"]].max().max()
+    _plain_ticks(ax, (t for t in (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16) if least <= t <= most))
+    ax.set_yticks(range(len(names)), names)
+    ax.set(ylim=(len(names) - 0.5, -0.5), xlabel=xlabel)
+    marks, labels = ax.get_legend_handles_labels()
+    once = dict(zip(labels, marks, strict=True))
+    ax.legend(list(once.values()), list(once), fontsize=7)
+
+
 def forest(ax: Axes, frame: pd.DataFrame, *, xlabel: str) -> None:
     """Draw one line a variant: its mean difference with its interval, and every seed's own.
 

@@ -26,7 +26,9 @@ PARTS = (
     "small",
 )  # fmt: skip
 STUDENTS = "student", "student_tuning"  # beyond the paper: who teaches, and whom
-DOWNSTREAM = "downstream"  # those that are asked downstream tasks, with their weights
+# With their weights: those that are asked downstream tasks; those that more seeds are trained of,
+# and that are read on a longer test text.
+DOWNSTREAM, POWER = "downstream", "power"
 # What is chosen by one seed is trained for one alone.
 ONE_SEED = ("tuning", "splits", "reference_sizes", "tuned_reference", "student_tuning")
 FULL = "full recipe"  # the ablations' own reference: q0 as the preset has it
@@ -64,6 +66,9 @@ class Extent:
     # trajectory: epochs of the single model, multiples for the one-epoch reference (of the last of
     # the sizes), and of the lines above the student.
     downstream: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # The same without a student, for many seeds: single, multiples, and test_tokens, on which all
+    # of them are read.
+    power: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Where the last of the sizes is known to be the best, at every multiple of one seed: as far as
     # this one, beyond what any method is worth, other seeds train it alone. 0: not known.
     settled_to: int = 0
@@ -85,7 +90,11 @@ def load(preset: str) -> Extent:
         given = {name: _frozen(value) for name, value in tomllib.loads(path.read_text()).items()}
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
-    fields = {each.name: each.default is dataclasses.MISSING for each in dataclasses.fields(Extent)}
+    none = dataclasses.MISSING
+    fields = {
+        each.name: each.default is none and each.default_factory is none
+        for each in dataclasses.fields(Extent)
+    }
     lacks = {name for name, needed in fields.items() if needed} - given.keys()
     for what, names in {"unknown": given.keys() - fields, "missing": lacks}.items():
         if names:
@@ -187,7 +196,7 @@ def experiments(
     base, extent = presets.load(preset), load(preset)
     known = {"tuning": _tuning, "main": _main, "splits": _splits, "ablation": _ablations,
              **dict.fromkeys(("reference", "reference_sizes", "tuned_reference"), _reference),
-             "small": _small, DOWNSTREAM: _downstream,
+             "small": _small, DOWNSTREAM: _downstream, POWER: _power,
              **dict.fromkeys(STUDENTS, _student)}  # fmt: skip
     for part in parts:
         if part not in known:
@@ -302,29 +311,46 @@ def _small(extent: Extent, base: config.Preset) -> list[Experiment]:
 
 
 def _downstream(extent: Extent, base: config.Preset) -> list[Experiment]:
-    """Who is asked downstream tasks, with weights; a population is the one that a student has."""
+    """Who is asked downstream tasks."""
     if not (asked := extent.downstream):
         return []
+    students = [
+        dataclasses.replace(each, part=DOWNSTREAM)
+        for each in _student(extent, base)
+        if each.label == asked.get("student")
+    ]
+    return _with_weights(DOWNSTREAM, asked, extent, base) + _keeping(students)
+
+
+def _power(extent: Extent, base: config.Preset) -> list[Experiment]:
+    """What many seeds are trained of."""
+    return _with_weights(POWER, extent.power, extent, base) if extent.power else []
+
+
+def _with_weights(
+    part: str, asked: dict[str, Any], extent: Extent, base: config.Preset
+) -> list[Experiment]:
+    """The main methods at their longest, q0 as one trajectory (which a student has too), and the
+    one-epoch reference; weights are kept."""
     size = extent.sizes[-1]
     longest = max(epochs for _, epochs in extent.q0)
     found = [
-        Experiment(DOWNSTREAM, "single", "single", asked["single"]),
-        Experiment(DOWNSTREAM, "ensemble", "ensemble", extent.ensemble),
-        Experiment(DOWNSTREAM, "distilled_ensemble", "distilled_ensemble", extent.ensemble),
-        Experiment(DOWNSTREAM, "q0", "q0", longest, ("q0.trajectories=1",)),
+        Experiment(part, "single", "single", asked["single"]),
+        Experiment(part, "ensemble", "ensemble", extent.ensemble),
+        Experiment(part, "distilled_ensemble", "distilled_ensemble", extent.ensemble),
+        Experiment(part, "q0", "q0", longest, ("q0.trajectories=1",)),
     ]
     for multiple in asked["multiples"]:
         shape = (f"corpus.train_tokens={multiple * base.corpus.train_tokens}",
                  *(f"model.{name}={n}" for name, n in size.items()))  # fmt: skip
         label = f"width {size['width']}, {multiple}x tokens"
-        found.append(Experiment(DOWNSTREAM, label, "single", 1.0, (*shape, *extent.recipe)))
-    found += [
-        dataclasses.replace(each, part=DOWNSTREAM)
-        for each in _student(extent, base)
-        if each.label == asked.get("student")
-    ]
+        found.append(Experiment(part, label, "single", 1.0, (*shape, *extent.recipe)))
+    return _keeping(found)
+
+
+def _keeping(experiments: Sequence[Experiment]) -> list[Experiment]:
     kept = "runtime.keep_weights=true"
-    return [dataclasses.replace(each, overrides=(*each.overrides, kept)) for each in found]
+    return [dataclasses.replace(each, overrides=(*each.overrides, kept)) for each in experiments]
 
 
 def _student(extent: Extent, base: config.Preset) -> list[Experiment]:

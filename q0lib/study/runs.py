@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from q0lib import command, config, paths, population
 from q0lib.study import plan
-from q0lib.study.plan import DOWNSTREAM, ONE_SEED, PARTS, STUDENTS, Experiment
+from q0lib.study.plan import DOWNSTREAM, ONE_SEED, PARTS, POWER, STUDENTS, Experiment
 from q0lib.sweeps import engines, sweep
 from q0lib.train import estimate
 
@@ -260,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--parts",
         nargs="+",
         default=list(PARTS),
-        help=f"of {', '.join((*PARTS, *STUDENTS, DOWNSTREAM))}; by default all but the last three",
+        help=f"of {', '.join((*PARTS, *STUDENTS, DOWNSTREAM, POWER))}; "
+        "by default all but the last four",
     )
     parser.add_argument(
         "--jobs",

@@ -407,3 +407,24 @@ def test_multipliers_by_budget_are_drawn_beside_the_papers():
     figures.multiplier_by_budget(ax, frame)
     assert {line.get_label() for line in ax.lines} == {"q0", "paper"}
     assert "the paper" in [text.get_text() for text in ax.texts]
+
+
+def test_multipliers_stand_in_their_rows_one_above_the_other_and_the_paper_as_a_star():
+    frame = pd.DataFrame(
+        [("best K", "3 seeds", 5.0, 4.0, 7.0), ("best K", "8 seeds", 5.2, 4.8, 5.6),
+         ("best K", "paper", 4.6, np.nan, np.nan), ("K = 8", "8 seeds", 3.0, 2.5, 3.5)],
+        columns=["what", "source", "multiplier", "low", "high"],
+    )  # fmt: skip
+    fig, ax = plt.subplots()
+    figures.multipliers(ax, frame, xlabel="Times fewer epochs")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["best K", "K = 8"]
+    lines = [line.get_xydata().tolist() for line in ax.lines]
+    (few, upper), (many, lower) = lines[1][0], lines[3][0]
+    assert (few, many) == (5.0, 5.2)
+    assert upper < 0 < lower, "the first source above"
+    assert [x for x, _ in lines[0]] == [4.0, 7.0]
+    assert lines[4] == [[4.6, 0.0]]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "3 seeds", "8 seeds", "paper"
+    ]  # fmt: skip
+    plt.close(fig)

@@ -6,12 +6,14 @@ import numpy as np
 import pandas as pd
 
 from q0lib import efficiency, population
-from q0lib.study import plan
+from q0lib.study import longer_test, plan
 from q0lib.study.tables import intervals, mixtures
 
 
-def reference_tables(found: plan.Trained, tokens: int) -> dict[str, pd.DataFrame]:
-    """One epoch on more and more tokens.
+def reference_tables(
+    found: plan.Trained, tokens: int, test_tokens: int = 0
+) -> dict[str, pd.DataFrame]:
+    """One epoch on more and more tokens; with `test_tokens`, on a `longer_test`.
 
     reference: a row a (model, multiple of `tokens`, seed); `model` is the size, and the recipe
     where it is not the one for all (`recipe`). reference_documents: the same runs' test loss by
@@ -24,6 +26,8 @@ def reference_tables(found: plan.Trained, tokens: int) -> dict[str, pd.DataFrame
     texts = set()
     for each, run in found:
         whole = population.load(run)
+        if test_tokens:
+            whole = longer_test.read(whole, test_tokens, progress=False)
         record = population.read_record(population.member_path(run.directory, 0, 0))
         texts.add(record["fingerprints"]["test"])
         size = f"width {run.model.width}"

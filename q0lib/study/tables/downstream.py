@@ -46,7 +46,7 @@ def tables(
             include = paths.CACHE / "tasks" / run.preset
             own_tasks.write(include, held_out_documents(preset_of(run.preset).corpus))
         whole = load(run)
-        method = REFERENCE if each.label.startswith("width") else each.label.partition(",")[0]
+        method = REFERENCE if is_reference(each) else each.label.partition(",")[0]
         for part, choice, chosen in _read(whole):
             folder = run.directory / answers / f"{choice}-{chosen.k}"
             known = evaluation.evaluate(
@@ -73,6 +73,11 @@ def tables(
                     items.append({**name, "tokens": run.corpus.train_tokens, "answers": right})
     columns = ["method", "k", "seed", "tokens", "task", "answers"]
     return {"downstream": pd.DataFrame(rows), "downstream_items": pd.DataFrame(items)[columns]}
+
+
+def is_reference(each: plan.Experiment) -> bool:
+    """Whether it is a run of the one-epoch reference, rather than a method's."""
+    return each.label.startswith("width")
 
 
 def _read(whole: Population) -> Iterator[tuple[Population, str, prior.Selection]]:

@@ -15,6 +15,9 @@ WRITTEN_BY = {
     **dict.fromkeys(("runs", "tuning", "summary"), "measured_study"),
     **dict.fromkeys(("students", "student_documents", "student_tuning"), "08_student"),
     **dict.fromkeys(("downstream", "downstream_items"), "07_downstream"),
+    **dict.fromkeys(
+        ("power", "power_documents", "power_reference", "power_reference_documents"), "10_power"
+    ),
     "epoch_multipliers": "04_epoch_efficiency",
 }
 
