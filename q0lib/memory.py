@@ -1,7 +1,7 @@
 """How much memory training takes, counted from its config, and the micro-batch that fits.
 
 Counted is what is there at the fullest moment of a step. `python -m q0lib.bench` prints it beside
-measured peaks, on a CPU within a fifth of them.
+measured peaks: on a CPU within a quarter of them, mostly within a tenth.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import torch
 from q0lib import config, distill, ranks, runtime
 from q0lib.model import layer_passes, mlp_width, parameter_count
 
-SHARE = 0.75  # of a GPU's memory that a micro-batch may be found for: the count may be a fifth off
+SHARE = 0.75  # of a GPU's memory that a micro-batch may be found for: the count may be a quarter short
 SLACK = 1.2  # what an allocator holds for each byte that it was asked for
 OTHER = 16 << 20  # bytes of tables, of kernels' scratch, of whatever is small
 CHUNKS = 9  # arrays as large as a chunk of logits: of student and teacher, and their gradients
