@@ -12,7 +12,7 @@ import torch
 from q0lib import config, distill, ranks, runtime
 from q0lib.model import layer_passes, mlp_width, parameter_count
 
-SHARE = 0.75  # of a GPU's memory that a micro-batch may be found for: the count may be a quarter short
+SHARE = 0.75  # of a GPU's memory that a micro-batch may take: the count may be a quarter short
 SLACK = 1.2  # what an allocator holds for each byte that it was asked for
 OTHER = 16 << 20  # bytes of tables, of kernels' scratch, of whatever is small
 CHUNKS = 9  # arrays as large as a chunk of logits: of student and teacher, and their gradients
