@@ -26,11 +26,11 @@ def table(folder: Path) -> pd.DataFrame:
     for name, more in (("epoch_multipliers", False), ("power_multipliers", True)):
         if (path := folder / f"{name}.csv").exists():
             for metric, row in _multipliers(store.read(path)):
-                line(f"{metric}_{row.seeds}_seeds" if more else metric, row)
+                line(f"{metric}_{int(row.seeds)}_seeds" if more else metric, row)
     for name, more in (("data_efficiency", False), ("power_data_efficiency", True)):
         if (path := folder / f"{name}.csv").exists():
             for metric, row in _data_efficiency(store.read(path)):
-                line(f"{metric}_{row.seeds}_seeds" if more else metric, row)
+                line(f"{metric}_{int(row.seeds)}_seeds" if more else metric, row)
     return pd.DataFrame(rows)
 
 

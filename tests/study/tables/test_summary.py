@@ -39,3 +39,12 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
         summary.table(tmp_path).metric
     ), "the ensemble's own number may be eight too"
     assert (table.value[table.metric == "data_efficiency_baseline"] == 7.0).all()
+    more = pd.DataFrame(multipliers)[lambda table: table.protocol == "clean"]
+    more = more.drop(columns="protocol").assign(seeds=8, multiplier=2.5)
+    store.write(more, tmp_path / "power_multipliers.csv")
+    store.write(pd.DataFrame(ratios[:1]).assign(seeds=8), tmp_path / "power_data_efficiency.csv")
+    table = summary.table(tmp_path).set_index("metric")
+    assert table.index.is_unique
+    assert table.value["epoch_efficiency_best_k_8_seeds"] == 2.5
+    assert table.value["epoch_efficiency_best_k"] == 2.0
+    assert table.seeds["data_efficiency_q0_8_seeds"] == 8
