@@ -186,25 +186,32 @@ def test_the_readmes_table_is_that_of_the_study():
     leads = ablations.leads(snapshots, curves).set_index(["method", "axis"])
     undistilled = leads.loc[(plan.UNDISTILLED, "flops")]
     named = {
-        "epochs than the ensemble of 256, at its best K": "epoch_efficiency_best_k",
-        "... at the ensemble's own K = 8, by the paper's cut": "epoch_efficiency_k8",
-        "... at K = 8, chosen greedily": "epoch_efficiency_k8_greedy",
-        "FLOPs, at its best K": "flop_efficiency_best_k",
+        "epochs than the ensemble of 256, at its best K": "epoch_efficiency_best_k_8_seeds",
+        "... at K = 8, the ensemble's own, chosen greedily": "epoch_efficiency_k8_greedy_8_seeds",
+        "FLOPs, at its best K": "flop_efficiency_best_k_8_seeds",
         "epochs than an ensemble distilled in a chain": "epoch_efficiency_vs_distilled_ensemble",
         "to match q0 after 256 epochs": "data_efficiency_q0",
-        "to match the ensemble of 256": "data_efficiency_baseline",
-        "to match the best single model": "data_efficiency_single",
+        "to match q0 after 128 epochs": "data_efficiency_q0_8_seeds",
+        "to match the ensemble of 256": "data_efficiency_baseline_8_seeds",
+        "to match the best single model": "data_efficiency_single_8_seeds",
     }
     expected = {
-        line: [f"{row.value:.1f}", f"{row.low:.1f} to {row.high:.1f}"]
+        line: [f"{row.value:.1f}", f"{row.low:.1f} to {row.high:.1f}", f"{row.seeds}"]
         for line, row in ((line, summary.loc[metric]) for line, metric in named.items())
     }
     low, high = undistilled.low, undistilled.high
     expected["... without distillation (interval of the seeds alone)"] = [
-        f"{undistilled.multiplier:.1f}", f"{low:.1f} to {high:.1f}",
+        f"{undistilled.multiplier:.1f}", f"{low:.1f} to {high:.1f}", "3",
     ]  # fmt: skip
     readme = (paths.ROOT / "README.md").read_text()
-    table = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+ to [\d.]+) \|", readme, re.MULTILINE)
+    table = re.findall(
+        r"^\| (.+?) \| ([\d.]+) \| ([\d.]+ to [\d.]+) \| (\d) \|", readme, re.MULTILINE
+    )
     assert {line: said for line, *said in table} == expected
     best = expected["epochs than the ensemble of 256, at its best K"]
     assert f"after {best[0]} times fewer epochs (95% interval {best[1]}" in readme
+    cut = summary.loc["epoch_efficiency_k8_8_seeds"]
+    assert (
+        f"| ... at K = 8 by the paper's cut | {cut.reached} of {cut.seeds} seeds get there"
+        in readme
+    )
