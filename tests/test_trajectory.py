@@ -491,6 +491,95 @@ def test_a_teacher_kept_from_the_start(text, tmp_path):
     assert teachers[3] is not teachers[2]
 
 
+def test_a_teacher_of_several_says_what_the_newest_snapshots_say_on_average(text):
+    run = tiny_study(0, "q0.teacher_members=3", "study.precision=fp32").run("q0", 10)
+    one = trajectory.Trajectory(run, 0, text)
+    rows = torch.from_numpy(one.stream.rows(0, 2))[:, :-1]
+    said = []
+    while one.cycle < run.cycles:
+        one.train_step()
+        if one.at_end_of_cycle:
+            if one.teacher is not None:
+                with torch.no_grad():
+                    lesson = one.teacher.lesson(rows).log_probs(slice(None)).softmax(1)
+                expected = torch.stack(said[-3:]).mean(0)
+                torch.testing.assert_close(lesson, expected, rtol=1e-4, atol=1e-7)
+            with torch.no_grad():
+                said.append(one.model.eval().logits(rows).flatten(0, 1).softmax(1))
+            one.next_cycle()
+    assert len(one.teacher.models) == 3
+
+
+@pytest.fixture(scope="module")
+def taught_by_three(text, tmp_path_factory):
+    """Five cycles whose teachers have 0, 1, 2, 3 and 3 members."""
+    run = tiny_study(0, "q0.teacher_members=3", "methods.mask_inputs=0.1").run("q0", 10)
+    return run, trained(run, text, tmp_path_factory.mktemp("three"))
+
+
+@pytest.mark.parametrize("stop_at", [20, 30, 41])
+def test_a_teacher_of_several_goes_on_bit_for_bit(taught_by_three, text, tmp_path, stop_at):
+    run, whole = taught_by_three
+    with pytest.raises(train.Stopped):
+        trained(run, text, tmp_path, stop_at)
+    assert same(trained(run, text, tmp_path), whole)
+
+
+def test_every_member_of_a_teacher_is_paid_for(taught_by_three):
+    run, whole = taught_by_three
+    flops = whole.members.flops.diff().fillna(whole.members.flops)
+    members = (flops / flops[0] - 1) * 3  # a pass of the teacher is a third of a training pass
+    assert members.tolist() == pytest.approx([0, 1, 2, 3, 3])
+    need = train.estimate(run)
+    assert need["flops"] / need["tokens"] == pytest.approx(whole.flops / whole.members.tokens.max())
+
+
+def test_a_state_of_one_teacher_from_before_there_were_several_is_read(text):
+    one = trajectory.Trajectory(tiny_study().run("q0", 4), 0, text)
+    one.next_cycle()
+    state = one.state()
+    assert state.pop("older") == []
+    again = trajectory.Trajectory(one.run, 0, text)
+    again.restore(state)
+    assert torch.equal(again.teacher.models[0].head.weight, one.teacher.models[0].head.weight)
+
+
+def test_masks_fall_on_what_the_student_reads_alone(text, monkeypatch):
+    run = tiny_study(0, "q0.mask_inputs=0.25").run("q0", 4)
+    one = trajectory.Trajectory(run, 0, text)
+    one.next_cycle()
+    read, asked, targets = [], [], []
+    forward, lesson, head_loss = one.forward, one.newest.lesson, distill.head_loss
+    one.forward = lambda inputs, *rest: (read.append(inputs), forward(inputs, *rest))[1]
+    one.newest.lesson = lambda inputs: (asked.append(inputs), lesson(inputs))[1]
+    monkeypatch.setattr(
+        distill, "head_loss",
+        lambda hidden, head, following, **rest: (
+            targets.append(following), head_loss(hidden, head, following, **rest))[1],
+    )  # fmt: skip
+    for _ in range(4):
+        one.train_step()
+    start, _, rows = one.cycles[1]
+    tokens = torch.from_numpy(one.stream.rows(start, 4 * rows))
+    assert torch.equal(torch.cat(asked), tokens[:, :-1])
+    assert torch.equal(torch.cat(targets), tokens[:, 1:].flatten())
+    masked = torch.cat(read) != tokens[:, :-1]
+    assert masked.double().mean() == pytest.approx(0.25, abs=0.045), "3 errors of 1024 draws"
+    assert len({tuple(each.flatten().tolist()) for each in masked.split(rows)}) == 4
+
+
+def test_weight_decay_grows_from_cycle_to_cycle(text, monkeypatch):
+    seen = []
+    scale = optim.scale
+    monkeypatch.setattr(optim, "scale", lambda o, lr, wd: (seen.append(wd), scale(o, lr, wd)))
+    one = trajectory.Trajectory(tiny_study(0, "q0.wd_growth=2.5").run("q0", 10), 0, text)
+    while one.cycle < 5:
+        one.train_step()
+        if one.at_end_of_cycle:
+            one.next_cycle()
+    assert seen[8::9] == pytest.approx([1, 1.5, 2, 2.5, 2.5]), "its horizon is 4 cycles"
+
+
 @pytest.mark.filterwarnings("ignore:.*mixes members")
 def test_members_of_other_code_are_refused_unless_asked_for(text, tmp_path, monkeypatch):
     """As when schedule.py is edited, or another commit checked out, under a run."""
