@@ -28,6 +28,7 @@ _REDUCE = "ordered", "all_reduce"
 # Fields of a method that came later than the first runs, and what they are when off.
 _LATER = {
     "tail": 0.0, "packings": 0, "teacher_members": 1, "mask_inputs": 0.0, "wd_growth": 1.0,
+    "dial": 0.0,
 }  # fmt: skip
 
 
@@ -173,6 +174,7 @@ class Method(_Checked):
     teacher: str = "chain"
     alpha: float = 0.45
     temperature: float = 1.2
+    dial: float = 0.0  # from the student's own cross-entropy to that of its mixture with the teacher
     distill_after: int = 8  # cycles (chain, mixture) or members (previous_member) without
     teacher_every: int = 1  # cycles between refreshes of the teacher
     teacher_members: int = 1  # snapshots in a chain's teacher: the newest, mixed all alike
@@ -207,7 +209,7 @@ class Method(_Checked):
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         free = [self.trajectories, self.cycles, self.epochs_per_cycle].count(0)
-        unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha", "tail")
+        unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha", "tail", "dial")
         rates = (
             "matrix_lr",
             "embedding_lr",

@@ -160,7 +160,10 @@ class Trajectory:
         if self.teacher is not None:
             read = self.kept and self.kept.lesson(first, len(rows))
             lesson = read or self.teacher.lesson(inputs)
-            taught = distill.Distillation(lesson, method.alpha, method.temperature)
+            taught = distill.Distillation(
+                lesson, method.alpha, method.temperature, method.dial,
+                1 / (len(self.teacher.models) + 1),
+            )  # fmt: skip
         hidden = self.forward(self._masked(inputs), self.dtype, method.dropout, looped)
         loss, entropy = distill.head_loss(
             hidden.flatten(0, 1), model.head.weight, following.flatten(),
