@@ -25,11 +25,6 @@ _WD = "anti", "flat", "in_phase"
 _TEACHER = "none", "chain", "previous_member", "mixture"
 _MIXTURE = "learned", "uniform"
 _REDUCE = "ordered", "all_reduce"
-# Fields of a method that came later than the first runs, and what they are when off.
-_LATER = {
-    "tail": 0.0, "packings": 0, "teacher_members": 1, "mask_inputs": 0.0, "wd_growth": 1.0,
-    "dial": 0.0,
-}  # fmt: skip
 
 
 def _cast(owner: str, name: str, kind: type, value: Any) -> Any:
@@ -174,10 +169,8 @@ class Method(_Checked):
     teacher: str = "chain"
     alpha: float = 0.45
     temperature: float = 1.2
-    dial: float = 0.0  # from the student's own cross-entropy to that of its mixture with the teacher
     distill_after: int = 8  # cycles (chain, mixture) or members (previous_member) without
     teacher_every: int = 1  # cycles between refreshes of the teacher
-    teacher_members: int = 1  # snapshots in a chain's teacher: the newest, mixed all alike
     # Above 0 a trajectory is one ordinary run: the learning rate falls once from start to end,
     # nothing restarts or is perturbed, and the `cycles` snapshots are evenly spaced in this last
     # fraction of it (paper, table 3).
@@ -190,7 +183,6 @@ class Method(_Checked):
     ema_decay: float = 0.95
     ema_fraction: float = 0.0  # the snapshot averages weights over this last part of its cycle
     dropout: float = 0.1
-    mask_inputs: float = 0.0  # of the tokens read in training; random ones stand in their place
     loop_from: float = 0.0  # layers loop from this fraction of the cycle on
     multi_token_weight: float = 0.3
 
@@ -199,7 +191,6 @@ class Method(_Checked):
     unembedding_lr: float = 0.0005
     scalar_lr: float = 0.025
     weight_decay: float = 1.3
-    wd_growth: float = 1.0  # times as much in the last cycle of the horizon as in the first
     momentum: float = 0.95
     grad_clip: float = 1.0
 
@@ -209,7 +200,7 @@ class Method(_Checked):
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         free = [self.trajectories, self.cycles, self.epochs_per_cycle].count(0)
-        unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha", "tail", "dial")
+        unit = ("lr_floor", "wd_floor", "ema_decay", "ema_fraction", "loop_from", "alpha", "tail")
         rates = (
             "matrix_lr",
             "embedding_lr",
@@ -225,12 +216,8 @@ class Method(_Checked):
             "distill_after",
             "packings",
             "multi_token_weight",
-            "wd_growth",
         )
-        positive = (
-            "batch_tokens", "horizon", "temperature", "teacher_every", "teacher_members",
-            "grad_clip",
-        )  # fmt: skip
+        positive = ("batch_tokens", "horizon", "temperature", "teacher_every", "grad_clip")
         return [
             *((name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in unit),
             *((name, getattr(self, name) >= 0, ">= 0") for name in rates),
@@ -238,7 +225,6 @@ class Method(_Checked):
             ("lr_floor", self.lr_floor < 1, "< 1"),
             ("momentum", 0 <= self.momentum < 1, "in [0, 1)"),
             ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
-            ("mask_inputs", 0 <= self.mask_inputs < 1, "in [0, 1)"),
             ("schedule", self.schedule in _CYCLE, f"one of {_CYCLE}"),
             ("wd_schedule", self.wd_schedule in _WD, f"one of {_WD}"),
             ("teacher", self.teacher in _TEACHER, f"one of {_TEACHER}"),
@@ -333,14 +319,15 @@ class Run:
     def decides(self) -> dict[str, Any]:
         """What decides every number of the run; its extent (N, C) is left out, by prefix.
 
-        So is how its members are mixed. `teaching` and the fields of `_LATER` came later than the
+        So is how its members are mixed. `tail`, `packings` and `teaching` came later than the
         first runs: a run without them keeps its key. With a tail, C counts.
         """
         method = dataclasses.asdict(self.method) | {"cycles": self.cycles}
         left_out = ["trajectories", "mixture"]
-        left_out += [name for name, off in _LATER.items() if method[name] == off]
         if not self.method.tail:
-            left_out += ["cycles"]
+            left_out += ["cycles", "tail"]
+        if not self.method.packings:
+            left_out += ["packings"]
         taught = {"teaching": self.teaching.decides} if self.teaching else {}
         return {
             **taught,

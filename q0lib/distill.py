@@ -34,8 +34,6 @@ class Distillation(NamedTuple):
     lesson: Lesson
     alpha: float
     temperature: float
-    dial: float = 0.0  # of its cross-entropy, what is that of its mixture with the teacher
-    share: float = 0.5  # of the student in that mixture
 
 
 class Teacher:
@@ -148,25 +146,12 @@ class _HeadLoss(torch.autograd.Function):
             ce = normal.log() - logits.gather(1, target)
             entropy += (share * ce).sum()
             hard = share if teacher is None else share * (1 - teacher.alpha)
-            if teacher is not None:
-                theirs = teacher.lesson.log_probs(part)
-                if teacher.dial:
-                    said = theirs.gather(1, target) - theirs.logsumexp(1, keepdim=True)
-                    mixed = torch.logaddexp(
-                        said + math.log(1 - teacher.share), math.log(teacher.share) - ce
-                    )
-                    loss -= (hard * mixed).sum() * (teacher.dial / teacher.share)
-                    loss += (hard * ce).sum() * (1 - teacher.dial)
-                    hard = hard * (1 - teacher.dial + teacher.dial * (-ce - mixed).exp())
-                else:
-                    loss += (hard * ce).sum()
-            else:
-                loss += (hard * ce).sum()
+            loss += (hard * ce).sum()
             grad.mul_(hard / normal)
             grad.scatter_add_(1, target, -hard)
             if teacher is not None:
                 soft = share * (teacher.alpha * teacher.temperature)
-                kl = _add_teacher(grad, soft, logits, theirs, teacher.temperature)
+                kl = _add_teacher(grad, soft, logits, teacher, part)
                 loss += (soft * kl).sum() * teacher.temperature
             if slope is not None:
                 grad.mul_(slope)
@@ -210,14 +195,14 @@ def _capped_logits(
 
 
 def _add_teacher(
-    grad: Tensor, soft: Tensor, logits: Tensor, theirs: Tensor, temperature: float
-) -> Tensor:  # fmt: skip
+    grad: Tensor, soft: Tensor, logits: Tensor, teacher: Distillation, part: slice
+) -> Tensor:
     """Add soft * (student - teacher) to `grad` and give KL(teacher || student), nats [n, 1].
 
-    Both distributions are at the temperature; `logits` and `theirs` are overwritten.
+    Both distributions are at the teacher's temperature; `logits` are overwritten.
     """
-    theirs.div_(temperature)
-    logits.div_(temperature)
+    theirs = teacher.lesson.log_probs(part).div_(teacher.temperature)
+    logits.div_(teacher.temperature)
     p, q = logits.exp(), theirs.exp()
     p_sum, q_sum = p.sum(1, keepdim=True), q.sum(1, keepdim=True)
     grad.addcmul_(p, soft / p_sum)

@@ -39,12 +39,6 @@ def wd_multiplier(
     return wd_floor + (1 - wd_floor) * (fallen if mode == "anti" else 1 - fallen)
 
 
-def wd_growth(cycle: int, horizon: int, growth: float = 1.0) -> float:
-    """Multiplier of the weight decay of cycle 0, 1, ...: a line from 1 in the first cycle to
-    `growth` in the last of the horizon; `growth` beyond."""
-    return 1 + (growth - 1) * min(cycle / max(horizon - 1, 1), 1.0)
-
-
 def perturbation(boundary: int, boundaries: int, start: float = 0.25, end: float = 0.05) -> float:
     """Noise at a boundary between cycles, in standard deviations of each tensor (paper, eq. 5).
 

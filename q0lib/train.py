@@ -288,7 +288,7 @@ def estimate(run: config.Run) -> dict[str, float]:
     tokens = run.epochs * (run.corpus.train_tokens + generated)
     members = run.trajectories if method.teacher == "previous_member" else run.cycles
     taught = 0.0 if method.teacher == "none" else max(0, members - method.distill_after) / members
-    teacher = forward_flops(model) * _teachers(run)
+    teacher = forward_flops(model)
     if run.teaching is not None:
         teacher = student.lesson_flops(run.teaching)
         if run.runtime.cache_lessons and method.packings:
@@ -298,8 +298,7 @@ def estimate(run: config.Run) -> dict[str, float]:
     parameters = parameter_count(model)
     vocabulary = 2 * model.vocab_size * model.width
     fixed = 12 * parameters + 4 * vocabulary  # weights, gradients, momentum; AdamW keeps two
-    fixed += 4 * parameters * (method.ema_fraction > 0)
-    fixed += 2 * parameters * (taught > 0) * method.teacher_members
+    fixed += 4 * parameters * (method.ema_fraction > 0) + 2 * parameters * (taught > 0)
     fixed += parameters * len(layer_passes(model)) // model.layers * 2
     rows = run.runtime.micro_batch or method.batch_tokens // model.context
     active = 50 * rows * model.context * model.width * len(layer_passes(model))
@@ -311,18 +310,6 @@ def estimate(run: config.Run) -> dict[str, float]:
         "flops": tokens * (3 * own + taught * teacher),
         "memory": fixed + active,
     }
-
-
-def _teachers(run: config.Run) -> float:
-    """Members of the teacher, on average over the cycles that have one."""
-    method = run.method
-    if method.teacher != "chain":
-        return 1.0
-    counts = [
-        min(-(-cycle // method.teacher_every), method.teacher_members)
-        for cycle in range(max(method.distill_after, 1), run.cycles)
-    ]
-    return sum(counts) / max(len(counts), 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

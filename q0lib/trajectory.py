@@ -99,8 +99,7 @@ class Trajectory:
             schedule.lr_multiplier(at, steps, method.lr_floor, method.schedule),
             schedule.wd_multiplier(
                 at, steps, method.lr_floor, method.wd_floor, method.wd_schedule, method.schedule
-            )
-            * schedule.wd_growth(self.cycle, method.horizon, method.wd_growth),
+            ),
         )
         first = start + self.step * rows
         block = torch.from_numpy(self.stream.rows(first, rows)).to(self.device)
@@ -160,11 +159,8 @@ class Trajectory:
         if self.teacher is not None:
             read = self.kept and self.kept.lesson(first, len(rows))
             lesson = read or self.teacher.lesson(inputs)
-            taught = distill.Distillation(
-                lesson, method.alpha, method.temperature, method.dial,
-                1 / (len(self.teacher.models) + 1),
-            )  # fmt: skip
-        hidden = self.forward(self._masked(inputs), self.dtype, method.dropout, looped)
+            taught = distill.Distillation(lesson, method.alpha, method.temperature)
+        hidden = self.forward(inputs, self.dtype, method.dropout, looped)
         loss, entropy = distill.head_loss(
             hidden.flatten(0, 1), model.head.weight, following.flatten(),
             softcap=model.config.softcap, total=total, teacher=taught,
@@ -181,14 +177,6 @@ class Trajectory:
             loss = loss + share * method.multi_token_weight * extra
         loss.backward()
         return float(entropy)
-
-    def _masked(self, inputs: Tensor) -> Tensor:
-        """The tokens that the model reads: with some of them replaced by random ones, drawn where
-        dropout draws, so that ranks and a resumed run draw alike."""
-        if not self.method.mask_inputs:
-            return inputs
-        masked = torch.rand(inputs.shape, device=inputs.device) < self.method.mask_inputs
-        return torch.where(masked, torch.randint_like(inputs, self.run.corpus.vocab_size), inputs)
 
     def _update_average(self) -> None:
         steps = self.cycles[self.cycle].steps
@@ -210,15 +198,13 @@ class Trajectory:
     def next_cycle(self) -> None:
         """Let the snapshot of this cycle teach, if it is to, and begin the next."""
         if self.method.teacher == "chain" and self.cycle % self.method.teacher_every == 0:
-            before = self.newest.models if self.newest else []
-            members = [*before, self.snapshot()][-self.method.teacher_members :]
-            self.newest = distill.Teacher(members, dtype=self.dtype)
+            self.newest = distill.Teacher([self.snapshot()], dtype=self.dtype)
         self.average = None
         self.cycle, self.step, self.cycle_loss = self.cycle + 1, 0, 0.0
 
-    def taught_by(self, *weights: dict[str, Tensor]) -> None:
-        """Make models with these weights the ones that may teach, mixed all alike."""
-        self.newest = distill.Teacher([self._built(each) for each in weights], dtype=self.dtype)
+    def taught_by(self, weights: dict[str, Tensor]) -> None:
+        """Make a model with these weights the one that may teach."""
+        self.newest = distill.Teacher([self._built(weights)], dtype=self.dtype)
 
     def taught_by_mixture(self, mixture: distill.Teacher, kept: lessons.Kept | None) -> None:
         """Make a mixture the one that teaches throughout, by what is `kept` of it if anything."""
@@ -243,9 +229,9 @@ class Trajectory:
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs: tensors and plain values. A mixture that teaches is no
         part of it: it lies where it was trained."""
-        members: list[dict[str, Tensor]] = []
+        newest = None
         if self.newest is not None and self.method.teacher != "mixture":
-            members = [model.state_dict() for model in self.newest.models]
+            newest = self.newest.models[0].state_dict()
         return {
             "cycle": self.cycle,
             "step": self.step,
@@ -254,8 +240,7 @@ class Trajectory:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "average": self.average,
-            "newest": members[-1] if members else None,
-            "older": members[:-1],
+            "newest": newest,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -267,8 +252,7 @@ class Trajectory:
             optimizer.load_state_dict(saved)
         self.average = state["average"]
         if state["newest"] is not None:
-            # A state from before a teacher had several members holds no older ones.
-            self.taught_by(*state.get("older", []), state["newest"])
+            self.taught_by(state["newest"])
 
     def _built(self, weights: dict[str, Tensor]) -> GPT:
         model = GPT(self.run.model).to(self.device)

@@ -18,10 +18,8 @@ from torch import nn
 
 from q0lib import corpus, paths, population, ranks, runtime, train
 
-# Dropout, a teacher, noise between cycles, masks, the token after next; averages and two
-# trajectories.
-CHANGES = ("q0.distill_after=1", "methods.dropout=0.1", "q0.mask_inputs=0.1",
-           "ensemble.ema_fraction=0.5",
+# Dropout, a teacher, noise between cycles, the token after next; averages and two trajectories.
+CHANGES = ("q0.distill_after=1", "methods.dropout=0.1", "ensemble.ema_fraction=0.5",
            "model.multi_token=true", "distilled_ensemble.dropout=0")  # fmt: skip
 JOBS = {  # method, epochs, runtime
     "q0": ("q0", 4, {"micro_batch": 2}),
