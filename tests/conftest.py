@@ -1,6 +1,7 @@
 """Fixtures that the tests share, on the tiny study of `tiny`."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
@@ -22,3 +23,12 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of runs that belongs to one test."""
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
     return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def data_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Folders of runs and corpora that belong to the tests of one module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RUNS", "CACHE"):
+            patch.setattr(paths, name, tmp_path_factory.mktemp(name.lower()))
+        yield

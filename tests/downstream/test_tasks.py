@@ -9,7 +9,7 @@ from lm_eval.api.model import LM
 from tiny import tiny_study, with_runtime
 
 from q0lib import __main__ as dispatch
-from q0lib import corpus, paths, population, train
+from q0lib import corpus, population, train
 from q0lib.downstream import evaluation, tasks
 
 DOCUMENTS = [
@@ -97,14 +97,10 @@ def test_too_little_text_is_one_sentence(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A trained run in a data folder of its own, weights kept."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
-    patch.setattr(paths, "CACHE", tmp_path_factory.mktemp("cache"))
+def run(data_of_module):
+    """The directory of a trained run with its weights."""
     wanted = with_runtime(tiny_study().run("q0", 4), keep_weights=True)
-    yield train.train_population(wanted, progress=False).directory
-    patch.undo()
+    return train.train_population(wanted, progress=False).directory
 
 
 def test_held_out_documents_are_none_that_was_trained_on(run):

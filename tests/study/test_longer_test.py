@@ -4,19 +4,15 @@ import numpy as np
 import pytest
 from tiny import tiny_study, with_runtime
 
-from q0lib import corpus, ensemble, paths, population, train
+from q0lib import corpus, ensemble, population, train
 from q0lib.study import longer_test
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A trained run in a data folder of its own, weights kept."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
-    patch.setattr(paths, "CACHE", tmp_path_factory.mktemp("cache"))
+def whole(data_of_module):
+    """A trained population with its weights."""
     run = with_runtime(tiny_study().run("q0", 6), keep_weights=True)
-    yield train.train_population(run, progress=False)
-    patch.undo()
+    return train.train_population(run, progress=False)
 
 
 def test_the_front_of_a_longer_text_is_the_text_of_before(whole):
