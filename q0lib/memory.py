@@ -92,8 +92,8 @@ def fitted(run: config.Run) -> config.Run:
 def with_micro_batch(run: config.Run, held: float, count: int = 1) -> config.Run:
     """The run with the largest micro-batch for devices that hold so many bytes, `count` of them.
 
-    It deals every batch of the run in equal parts to all of them, and takes `SHARE` of one at
-    most; a single sequence where even that is more, since the count may be too high.
+    It divides every batch of the run in parts of one size, enough for all of them, and takes
+    `SHARE` of one at most; a single sequence where even that is more, as the count may be high.
     """
     method, context = run.method, run.model.context
     whole = math.gcd(method.batch_tokens // context, method.edge_batch_tokens // context)

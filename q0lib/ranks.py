@@ -77,6 +77,8 @@ def joined(device: str) -> Iterator[None]:
 def _together() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise Lost(
             f"rank {rank()} of {count()} has lost another one ({str(error).splitlines()[0]}); "
@@ -167,8 +169,8 @@ def locked(
 
 
 def micro_batch(how: config.Runtime, rows: int) -> int:
-    """Rows that are passed at once, of a batch of `rows`; by default a rank's whole share."""
-    return how.micro_batch or -(-rows // count())
+    """Rows that are passed at once, of a batch of `rows`; by default a rank's share."""
+    return how.micro_batch or max(1, rows // count())
 
 
 def check(how: config.Runtime, rows: int) -> None:

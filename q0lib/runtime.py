@@ -38,9 +38,10 @@ def device(name: str) -> torch.device:
 
 def decides_bits(runtime: config.Runtime, device: torch.device) -> str:
     """What can change the last bits of a result, though not what is trained."""
+    threads = f"threads {torch.get_num_threads()}, " if device.type == "cpu" else ""
     return (
-        f"device {device.type}, threads {torch.get_num_threads()}, micro_batch "
-        f"{runtime.micro_batch}, compile {runtime.compile}"
+        f"device {device.type}, {threads}micro_batch {runtime.micro_batch}, "
+        f"compile {runtime.compile}"
     )
 
 

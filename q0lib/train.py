@@ -7,6 +7,7 @@ The second trains each trajectory on eight devices together (see `ranks`). Ctrl-
 command goes on, on any number of devices.
 """
 
+import hashlib
 import os
 import sys
 import warnings
@@ -140,7 +141,8 @@ def _agree(run: config.Run, text: corpus.Text, directory: Path) -> None:
         if ranks.rank() == 0:
             population.open_directory(run, directory, text)
     path = directory / "run.json"
-    ranks.agree(folder=path.read_text("utf-8") if path.exists() else f"no {path}")
+    held = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "nothing"
+    ranks.agree(folder=f"{held} in {path}")
 
 
 def _is_trained(run: config.Run, directory: Path, index: int) -> bool:
@@ -200,6 +202,7 @@ def train_trajectory(
         if (stop or clock.due()) and writes:
             checkpoint.save(_stamped(one), under)
         if stop:
+            ranks.everyones(None)  # nobody leaves, and has the others ended, before all is saved
             raise Stopped("training was stopped and saved; run it again to go on")
     longer = run.method.cycles != 1  # a longer run goes on from here
     if longer and writes:

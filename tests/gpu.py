@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from q0lib import config, corpus, ensemble, paths, population, presets, runtime, train
+from q0lib import config, corpus, ensemble, memory, paths, population, presets, runtime, train
 from q0lib.study.tables import store
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -46,7 +46,7 @@ def losses(folder: Path) -> Iterator[tuple[str, str, bool]]:
 def resumed(folder: Path) -> Iterator[tuple[str, str, bool]]:
     """Deterministic kernels: a run that is stopped and goes on, against one that is not."""
     torch.use_deterministic_algorithms(True)
-    run = quick("q0", 8, "q0.distill_after=1")
+    run = memory.fitted(quick("q0", 8, "q0.distill_after=1"))
     text = corpus.load(run.corpus)
     whole = train.train_population(run, text, directory=folder / "whole")
     steps = itertools.count(1)

@@ -191,9 +191,9 @@ def test_the_readmes_table_is_that_of_the_study():
         "FLOPs, at its best K": "flop_efficiency_best_k_8_seeds",
         "epochs than an ensemble distilled in a chain": "epoch_efficiency_vs_distilled_ensemble",
         "to match q0 after 256 epochs": "data_efficiency_q0",
-        "to match q0 after 128 epochs": "data_efficiency_q0_8_seeds",
-        "to match the ensemble of 256": "data_efficiency_baseline_8_seeds",
-        "to match the best single model": "data_efficiency_single_8_seeds",
+        "to match q0 after 128 epochs": "data_efficiency_q0_128_epochs_8_seeds",
+        "to match the ensemble of 256": "data_efficiency_baseline_256_epochs_8_seeds",
+        "to match the best single model": "data_efficiency_single_32_epochs_8_seeds",
     }
     expected = {
         line: [f"{row.value:.1f}", f"{row.low:.1f} to {row.high:.1f}", f"{row.seeds}"]

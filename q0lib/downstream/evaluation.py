@@ -221,7 +221,7 @@ def _group(folder: Path, name: str, members: list[str]) -> pd.DataFrame:
     if members != [name]:
         means = []
         for metric, block in table.groupby("metric", sort=False):
-            se = float(np.sqrt((block.se.astype(float) ** 2).sum()) / len(block))
+            se = float(np.sqrt((block.se.astype(float) ** 2).sum(skipna=False)) / len(block))
             means.append([name, metric, block.value.mean(), se, block.chance.mean(),
                           block["items"].sum()])  # fmt: skip
         table = pd.concat([pd.DataFrame(means, columns=COLUMNS), table], ignore_index=True)
@@ -266,19 +266,26 @@ def _claim(folder: Path, model: LanguageModel, include: Path | str | None, setti
     for member in model.members:
         for name, value in member.state_dict().items():
             digest.update(name.encode() + value.cpu().numpy().tobytes())
-    made = hashlib.sha256()
-    for path in sorted(Path(include).glob("*.jsonl")) if include else []:
-        made.update(path.name.encode() + path.read_bytes())
-    ours = {"model": digest.hexdigest()[:16], "made_tasks": made.hexdigest()[:16], **settings}
+    made = {
+        path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(Path(include).glob("*.jsonl") if include else [])
+    }
+    ours = {"model": digest.hexdigest()[:16], **settings}
     path = folder / "about.json"
     folder.mkdir(parents=True, exist_ok=True)
     if path.exists():
         theirs = files.read_json(path)
-        if differing := [name for name, value in ours.items() if theirs.get(name) != value]:
+        before = theirs.get("items", {})
+        differing = [name for name, value in ours.items() if theirs.get(name) != value]
+        differing += [
+            f"text for {name}" for name in made if before.get(name, made[name]) != made[name]
+        ]
+        if differing:
             raise ValueError(
                 f"{folder} holds answers of another {' and '.join(differing)}: name another folder"
             )
-    files.write_text(path, json.dumps(ours, indent=1))
+        made = {**before, **made}
+    files.write_text(path, json.dumps({**ours, "items": made}, indent=1))
 
 
 @contextlib.contextmanager
@@ -335,7 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if include is None and set(names) & set(own_tasks.NAMES):
             include = out / "tasks"
             _make_tasks(include, given)
-        table = evaluate(model, names, out, include=include, limit=given.limit, mixing=given.mixing)
+        table = evaluate(model, names, out, include=include, limit=given.limit, mixing=given.mixing,
+                         precision=given.precision)  # fmt: skip
         print(table.to_string(index=False, float_format="{:.4f}".format, na_rep=""))
         print(f"every answer: {out}{os.sep}<task>.samples.jsonl")
         if given.against:

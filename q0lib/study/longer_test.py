@@ -21,9 +21,15 @@ def read(whole: Population, tokens: int, *, progress: bool = True) -> Population
 
     Raises:
         FileNotFoundError: weights were not kept.
-        ValueError: the pool holds fewer tokens; or what was kept is of another text.
+        ValueError: the pool holds fewer tokens; the corpus is streamed, so that what follows the
+            test text was trained on; or what was kept is of another text.
     """
     run = whole.run
+    if run.corpus.streamed:
+        raise ValueError(
+            f"of a streamed corpus ({run.corpus.source!r}) the splits follow one another: a longer "
+            "test text would hold what was trained on"
+        )
     text = corpus.load(dataclasses.replace(run.corpus, test_tokens=tokens))
     split = text["test"]
     beside = whole.directory / "longer_test" / str(tokens)

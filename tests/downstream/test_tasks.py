@@ -163,10 +163,21 @@ def test_two_models_are_compared_item_by_item(run, folder, tmp_path):
 def test_the_command_makes_tasks_and_prints_a_table(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(DOCUMENTS))
-    arguments = ["evaluate", str(run), "--device", "cpu", "--out", str(tmp_path / "answers")]
+    arguments = ["evaluate", str(run), "--device", "cpu", "--out", str(tmp_path / "answers"),
+                 "--precision", "bf16"]  # fmt: skip
     made = [*arguments, "--tasks", "which_passage", "--text", str(text), "--items", "4"]
     assert dispatch.main(made) == 0
     assert "which_passage    acc" in capsys.readouterr().out
+    # Tasks of elsewhere may follow in the same folder, other items of the same name may not.
+    about = json.loads((tmp_path / "answers" / "about.json").read_text())
+    assert set(about["items"]) == set(tasks.NAMES)
+    assert about["precision"] == "bf16"
+    evaluation._claim(
+        tmp_path / "answers", evaluation.open_model(run, device="cpu"), None,
+        {"limit": None, "mixing": "token", "precision": "bf16"},
+    )  # fmt: skip
+    assert dispatch.main([*made[:-1], "8"]) == 2
+    assert "answers of another text for " in capsys.readouterr().err
     for wrong, said in (
         (["--tasks", "which_pasage"], "did you mean"),
         (["--tasks", "last_word", "--limit", "0"], "limit must be >= 1"),

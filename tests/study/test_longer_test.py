@@ -1,5 +1,7 @@
 """More test text, read after training: the same numbers where it is the same text."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tiny import tiny_study, with_runtime
@@ -40,6 +42,15 @@ def test_it_is_read_once_and_of_one_text(whole, monkeypatch):
     monkeypatch.setattr(longer_test.corpus, "load", lambda _: shifted)
     with pytest.raises(ValueError, match="is of another test text: delete"):
         longer_test.read(whole, tokens, progress=False)
+
+
+def test_of_a_streamed_corpus_there_is_no_longer_test_text(whole):
+    corpus = dataclasses.replace(
+        whole.run.corpus, source="hub:owner/name", tokenizer="gpt2", vocab_size=50_257
+    )
+    run = dataclasses.replace(whole.run, corpus=corpus)
+    with pytest.raises(ValueError, match="would hold what was trained on"):
+        longer_test.read(dataclasses.replace(whole, run=run), 4096, progress=False)
 
 
 def test_weights_must_have_been_kept(whole):

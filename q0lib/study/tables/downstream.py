@@ -117,12 +117,11 @@ class Answers:
         ):
             rows = [np.frombuffer(each.encode(), np.uint8) - ord("0") for each in block.answers]
             self.right.setdefault((method, k, tokens), {})[task] = np.array(rows, float)
-        rng = np.random.default_rng(0)
-        self.draws = {}
-        for task in self.tasks:
-            ids = pd.factorize(np.array(documents[task].split()))[0]
-            n = ids.max() + 1
-            self.draws[task] = rng.multinomial(n, np.full(n, 1 / n), size=intervals.DRAWS)[:, ids]
+        ids = {task: np.array(documents[task].split()) for task in self.tasks}
+        known = np.unique(np.concatenate(list(ids.values())))  # tasks share documents
+        chances = np.full(len(known), 1 / len(known))
+        drawn = np.random.default_rng(0).multinomial(len(known), chances, size=intervals.DRAWS)
+        self.draws = {task: drawn[:, np.searchsorted(known, each)] for task, each in ids.items()}
 
     def accuracy(self, model: tuple, task: str) -> np.ndarray:
         """Accuracy of a model (method, k, tokens) by seed; on `AVERAGE`, the mean over tasks."""

@@ -30,7 +30,8 @@ def table(folder: Path) -> pd.DataFrame:
     for name, more in (("data_efficiency", False), ("power_data_efficiency", True)):
         if (path := folder / f"{name}.csv").exists():
             for metric, row in _data_efficiency(store.read(path)):
-                line(f"{metric}_{int(row.seeds)}_seeds" if more else metric, row)
+                named = f"{metric}_{row.epochs:g}_epochs_{int(row.seeds)}_seeds"
+                line(named if more else metric, row)
     return pd.DataFrame(rows)
 
 

@@ -47,4 +47,4 @@ def test_summary_names_what_was_asked_and_skips_what_is_not_there(tmp_path):
     assert table.index.is_unique
     assert table.value["epoch_efficiency_best_k_8_seeds"] == 2.5
     assert table.value["epoch_efficiency_best_k"] == 2.0
-    assert table.seeds["data_efficiency_q0_8_seeds"] == 8
+    assert table.seeds["data_efficiency_q0_256_epochs_8_seeds"] == 8
