@@ -116,7 +116,8 @@ def _open(corpus: config.Corpus, folder: Path) -> Text:
 
 
 def held_out_documents(corpus: config.Corpus, split: str = "test") -> list[str]:
-    """The whole documents of a held-out pool, of which its split is the first so-many tokens.
+    """The documents of a held-out pool, of which its split is the first so-many tokens; whole ones,
+    but that the last of a streamed corpus may be cut.
 
     Raises:
         ValueError: `split` is not held out; and as `load`.

@@ -33,7 +33,7 @@ def read(whole: Population, tokens: int, *, progress: bool = True) -> Population
     text = corpus.load(dataclasses.replace(run.corpus, test_tokens=tokens))
     split = text["test"]
     beside = whole.directory / "longer_test" / str(tokens)
-    dtype = runtime.DTYPES[run.precision]
+    dtype, device = runtime.DTYPES[run.precision], str(runtime.device(run.runtime.device))
     places = []
     with (
         runtime.threads(run.runtime.threads),
@@ -44,8 +44,7 @@ def read(whole: Population, tokens: int, *, progress: bool = True) -> Population
             at = whole.members.iloc[member]
             path = population.member_path(beside, int(at.trajectory), int(at.cycle))
             if not path.exists():
-                model = whole.model(member)
-                log_p = evaluate.held_out_log_probs(model, split, dtype)
+                log_p = evaluate.held_out_log_probs(whole.model(member, device), split, dtype)
                 files.save_tensors(path, {"test": log_p}, text=split.fingerprint)
             place, about = files.open_tensors(path)
             if about["text"] != split.fingerprint:

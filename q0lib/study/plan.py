@@ -319,7 +319,7 @@ def _downstream(extent: Extent, base: config.Preset) -> list[Experiment]:
         for each in _student(extent, base)
         if each.label == asked.get("student")
     ]
-    return _with_weights(DOWNSTREAM, asked, extent, base) + _keeping(students)
+    return _with_weights(DOWNSTREAM, asked, extent, base) + students
 
 
 def _power(extent: Extent, base: config.Preset) -> list[Experiment]:
@@ -345,12 +345,8 @@ def _with_weights(
                  *(f"model.{name}={n}" for name, n in size.items()))  # fmt: skip
         label = f"width {size['width']}, {multiple}x tokens"
         found.append(Experiment(part, label, "single", 1.0, (*shape, *extent.recipe)))
-    return _keeping(found)
-
-
-def _keeping(experiments: Sequence[Experiment]) -> list[Experiment]:
     kept = "runtime.keep_weights=true"
-    return [dataclasses.replace(each, overrides=(*each.overrides, kept)) for each in experiments]
+    return [dataclasses.replace(each, overrides=(*each.overrides, kept)) for each in found]
 
 
 def _student(extent: Extent, base: config.Preset) -> list[Experiment]:

@@ -14,7 +14,7 @@ WRITTEN_BY = {
     **dict.fromkeys(("small_budgets", "splits"), "06_allocation"),
     **dict.fromkeys(("runs", "tuning", "summary"), "measured_study"),
     **dict.fromkeys(("students", "student_documents", "student_tuning"), "08_student"),
-    **dict.fromkeys(("downstream", "downstream_items"), "07_downstream"),
+    **dict.fromkeys(("downstream", "downstream_items", "downstream_public"), "07_downstream"),
     **dict.fromkeys(
         ("power", "power_documents", "power_reference", "power_reference_documents"), "10_power"
     ),
